@@ -41,7 +41,7 @@ def store(puts: tuple[Path, list[dict[str, Any]]]) -> Path:
 
 
 @pytest.fixture
-def copied(store: Path, tmp_path: Path) -> Path:
+def store_copy(store: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return Path(shutil.copytree(store, tmp_path / "copied"))
 

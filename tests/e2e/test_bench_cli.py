@@ -62,7 +62,7 @@ def check_pictures(out: Path, room: str, names: list[str]) -> None:
         assert len(picture.convert("RGB").getcolors(1 << 24) or []) > 10
 
 
-def a_store_beside_us() -> str | None:
+def installed_peer_setting() -> str | None:
     """One setting of one other store that is installed."""
     settings = {"borg": "borg-fine", "restic": "restic-max", "kopia": "kopia-fine"}
     return next((setting for program, setting in settings.items() if shutil.which(program)), None)
@@ -73,9 +73,9 @@ def a_store_beside_us() -> str | None:
 
 @pytest.mark.soak
 def test_store_measures_ours_and_every_peer_that_is_installed(corpus: Path, tmp_path: Path) -> None:
-    beside = a_store_beside_us()
+    peer_setting = installed_peer_setting()
     solid = shutil.which("zstd") is not None
-    peers = ",".join([*([beside] if beside else ["borg-fine"]), "zstd-long"])
+    peers = ",".join([*([peer_setting] if peer_setting else ["borg-fine"]), "zstd-long"])
     record = run_and_read_record(tmp_path, "store", "--corpus", corpus, "--runs", "1", "--peers", peers)
     check_common(record, "store", corpus, 1)
     rows = rows_of(record, "store")
@@ -83,7 +83,7 @@ def test_store_measures_ours_and_every_peer_that_is_installed(corpus: Path, tmp_
         "nearkin",
         "nearkin-embedded",
         "nearkin-embedded@archive",
-        *([beside] if beside else []),
+        *([peer_setting] if peer_setting else []),
         *(["zstd-long", "zstd-long-9"] if solid else []),
     ]
     assert list(rows) == ran
@@ -106,11 +106,11 @@ def test_store_measures_ours_and_every_peer_that_is_installed(corpus: Path, tmp_
 @pytest.mark.soak
 def test_store_suite_upkeep_is_timed_apart(corpus: Path, tmp_path: Path) -> None:
     """Do upkeep after every few versions and count it in no speed."""
-    beside = [found] if (found := a_store_beside_us()) else []
-    peers = ",".join(["nearkin", "nearkin-embedded", *beside, "zstd-long"])
+    peer_setting = [found] if (found := installed_peer_setting()) else []
+    peers = ",".join(["nearkin", "nearkin-embedded", *peer_setting, "zstd-long"])
     words = ("--corpus", corpus, "--runs", "1", "--upkeep-every", "2", "--peers", peers)
     rows = rows_of(run_and_read_record(tmp_path, "store", *words), "store")
-    for name in ("nearkin", "nearkin-embedded", *beside):
+    for name in ("nearkin", "nearkin-embedded", *peer_setting):
         assert rows[name]["upkeep_seconds"]["low"] > 0, name
     assert all(figures["upkeep_seconds"] is None for name, figures in rows.items() if name.startswith("zstd"))
     assert "Seconds of all upkeep, which is in no speed: nearkin " in (tmp_path / "store.md").read_text()
@@ -239,10 +239,10 @@ def test_row_names_changed_settings(corpus: Path, tmp_path: Path) -> None:
     words = ("--versions", "1", "--runs", "1", "--peers", "nearkin,nearkin-embedded@archive", "--chart", "none")
     changed = {"NEARKIN_DELTA__CODEC": "none", "NEARKIN_STORE": "elsewhere"}
     record = run_and_read_record(tmp_path, "store", "--corpus", corpus, *words, **changed)
-    told = ["default; delta.codec=none", "profile archive, one process; delta.codec=none"]
-    assert [row["settings"] for row in record["rows"]] == told
+    labels = ["default; delta.codec=none", "profile archive, one process; delta.codec=none"]
+    assert [row["settings"] for row in record["rows"]] == labels
     text = (tmp_path / "store.md").read_text()
-    assert [one for one in told if one not in text] == []
+    assert [one for one in labels if one not in text] == []
 
 
 def test_terminal_shows_table_and_progress_bar(corpus: Path, tmp_path: Path) -> None:
@@ -299,27 +299,27 @@ def test_terminated_run_keeps_finished_passes(corpus: Path, tmp_path: Path) -> N
             poll_seconds=0.02,
         )
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (143, b"nearkin: terminated\n")
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (143, b"nearkin: terminated\n")
     assert list(work.iterdir()) == []
     rows = json.loads((tmp_path / "store.json").read_text())["rows"]
     assert [row["tool"] for row in rows] == ["nearkin"]
 
-    def left() -> list[int]:
+    def remaining_pids() -> list[int]:
         return [one.pid for one in psutil.process_iter(["cmdline"]) if str(work) in str(one.info["cmdline"])]
 
-    until(lambda: not left(), left)  # one that was killed is there for a moment
+    until(lambda: not remaining_pids(), remaining_pids)  # one that was killed is there for a moment
 
 
-@pytest.mark.parametrize(("chart", "left"), [("none", set()), ("svg", {"svg"})])
+@pytest.mark.parametrize(("chart", "leftover"), [("none", set()), ("svg", {"svg"})])
 def test_charts_of_an_earlier_run_are_replaced_or_removed(
-    corpus: Path, tmp_path: Path, chart: str, left: set[str]
+    corpus: Path, tmp_path: Path, chart: str, leftover: set[str]
 ) -> None:
     for name in ("pairs.svg", "pairs.png", "kernels.svg"):
         (tmp_path / name).write_bytes(b"old")
     words = ("--versions", "2", "--runs", "1", "--warmups", "0", "--peers", "none", "--chart", chart)
     run_and_read_record(tmp_path, "pairs", "--corpus", corpus, *words)
     charts = {path.suffix[1:]: path.read_bytes() for path in tmp_path.glob("pairs.*") if path.suffix[1:] in KINDS}
-    assert set(charts) == left
+    assert set(charts) == leftover
     assert b"old" not in charts.values()
     assert (tmp_path / "kernels.svg").read_bytes() == b"old"

@@ -37,9 +37,9 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("room", ["store", "pairs", "kernels"])
 def test_unknown_corpus_names_known_ones(capfd: pytest.CaptureFixture[str], tmp_path: Path, room: str) -> None:
-    said = refused(capfd, room, "--corpus", "botocor", "--out", tmp_path / "out")
+    message = refused(capfd, room, "--corpus", "botocor", "--out", tmp_path / "out")
     for name in ("botocor", "botocore", "rdb", "vm-debian", "vm-synthetic", "mutated", "folder"):
-        assert name in said
+        assert name in message
     assert not (tmp_path / "out").exists()
 
 
@@ -54,9 +54,9 @@ def test_unknown_corpus_names_known_ones(capfd: pytest.CaptureFixture[str], tmp_
 def test_unknown_peer_names_known_ones(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, room: str, known: tuple[str, ...]
 ) -> None:
-    said = refused(capfd, room, "--peers", "tarsnap", "--out", tmp_path / "out")
-    assert 'peer "tarsnap"' in said
-    assert [name for name in known if name not in said] == []
+    message = refused(capfd, room, "--peers", "tarsnap", "--out", tmp_path / "out")
+    assert 'peer "tarsnap"' in message
+    assert [name for name in known if name not in message] == []
 
 
 def test_unknown_profile_names_known_ones(capfd: pytest.CaptureFixture[str]) -> None:
@@ -66,8 +66,8 @@ def test_unknown_profile_names_known_ones(capfd: pytest.CaptureFixture[str]) -> 
 def test_empty_folder_is_refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "nothing.bin").touch()
-    said = refused(capfd, "store", "--corpus", tmp_path / "empty", "--out", tmp_path / "out")
-    assert "holds no file with anything in it" in said
+    message = refused(capfd, "store", "--corpus", tmp_path / "empty", "--out", tmp_path / "out")
+    assert "holds no file with anything in it" in message
 
 
 def test_unwritable_output_is_refused_at_start(capfd: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
@@ -95,12 +95,12 @@ def test_unwritable_report_is_still_printed(corpus: Path, tmp_path: Path, option
 
 def test_two_folders_of_one_name_are_refused(capfd: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(corpus, tmp_path / "tiny"))
-    said = refused(capfd, "kernels", "-c", corpus, "-c", other, "--out", tmp_path / "out")
-    assert 'corpus "tiny": two' in said
+    message = refused(capfd, "kernels", "-c", corpus, "-c", other, "--out", tmp_path / "out")
+    assert 'corpus "tiny": two' in message
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "problem"),
     [
         (["store", "--versions", "11"], "botocore has at most 10"),
         (["store", "--versions", "0"], "0 is not in the range"),
@@ -113,18 +113,18 @@ def test_two_folders_of_one_name_are_refused(capfd: pytest.CaptureFixture[str], 
     ],
 )
 def test_wrong_usage_is_one_line(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], says: str
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], problem: str
 ) -> None:
     out = ["--out", str(tmp_path / "out")] if len(arguments) > 1 else []
-    assert says in refused(capfd, *arguments, *out)
+    assert problem in refused(capfd, *arguments, *out)
     assert not (tmp_path / "out").exists()
 
 
 def test_empty_corpus_is_refused_at_start(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Refuse a corpus without content before a folder is made."""
     (tmp_path / "empty").mkdir()
-    said = refused(capfd, "store", "-c", tmp_path / "empty", "--peers", "none", "--out", tmp_path / "out")
-    assert "holds no file with anything in it" in said
+    message = refused(capfd, "store", "-c", tmp_path / "empty", "--peers", "none", "--out", tmp_path / "out")
+    assert "holds no file with anything in it" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -140,8 +140,8 @@ def test_bad_setting_is_refused_at_start(
 ) -> None:
     """Refuse an invalid setting before anything is measured."""
     monkeypatch.setenv("NEARKIN_DELTA__MAX_DEPTH", "99")
-    said = refused(capfd, "store", "--corpus", corpus, "--peers", peers, "--out", tmp_path / "out")
-    assert 'delta.max_depth "99"' in said
+    message = refused(capfd, "store", "--corpus", corpus, "--peers", peers, "--out", tmp_path / "out")
+    assert 'delta.max_depth "99"' in message
     assert not (tmp_path / "out").exists()
 
 
@@ -162,8 +162,8 @@ def test_chart_without_matplotlib_is_refused(
 ) -> None:
     """Refuse an explicit chart by name without matplotlib; else leave charts out."""
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
-    said = refused(capfd, "kernels", "--corpus", corpus, "--chart", "svg", "--out", tmp_path)
-    assert "pip install 'nearkin[bench]'" in said
+    message = refused(capfd, "kernels", "--corpus", corpus, "--chart", "svg", "--out", tmp_path)
+    assert "pip install 'nearkin[bench]'" in message
     words = [
         "kernels",
         "--corpus",

@@ -94,8 +94,8 @@ def test_copy_dry_run_changes_nothing(source: Path, target: Path, call: InProces
     assert [(one["key"], one["version"]) for one in plan["versions"]][:2] == [("big", 1), ("big", 2)]
     assert plan["bytes"] == sum(len(content) for contents in CONTENTS.values() for content in contents)
     assert listed(target) == []
-    said = call("--store", target, "copy", "--from", source, "--dry-run").stdout.decode()
-    assert "would copy 7 versions" in said
+    output = call("--store", target, "copy", "--from", source, "--dry-run").stdout.decode()
+    assert "would copy 7 versions" in output
 
 
 def test_copy_resumes_after_an_interruption(source: Path, target: Path, call: InProcess) -> None:

@@ -31,7 +31,7 @@ def test_demo_passes_when_all_is_restored(
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "problem"),
     [
         (SECOND[:-1] + b"?", "version 2 differs from two.tar"),
         (SECOND[:-1], "version 2 differs from two.tar"),
@@ -43,7 +43,7 @@ def test_demo_fails_on_any_difference(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     content: bytes,
-    says: str,
+    problem: str,
 ) -> None:
     put = demo._put
 
@@ -56,4 +56,4 @@ def test_demo_fails_on_any_difference(
     captured = capsys.readouterr()
     assert "PASS" not in captured.out
     assert captured.err.startswith("FAIL: ")
-    assert says in captured.err
+    assert problem in captured.err

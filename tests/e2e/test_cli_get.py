@@ -36,10 +36,10 @@ def test_get_explain_reports_reads(store: Path, tmp_path: Path, call: InProcess)
     assert re.fullmatch(rb"read [\d.]+ \w+ of \d+ containers?: " + directories + rb", \d+ blocks?\n", done.stderr)
     done = call("--store", store, "get", "notes", "--explain", "-o", tmp_path / "out")
     assert done.stderr.endswith(b" of 1 container: 1 directory, 1 block\n")
-    told = call.answer("--store", store, "get", "db/dump", "--explain", "-o", tmp_path / "out")["reads"]
-    assert told["blocks_decoded"] == told["block_reads"] > 0
-    assert 0 < told["containers"] <= told["directory_reads"]
-    assert told["bytes"] > 1000
+    reads = call.answer("--store", store, "get", "db/dump", "--explain", "-o", tmp_path / "out")["reads"]
+    assert reads["blocks_decoded"] == reads["block_reads"] > 0
+    assert 0 < reads["containers"] <= reads["directory_reads"]
+    assert reads["bytes"] > 1000
 
 
 def test_get_range_past_the_end_is_refused(store: Path, tmp_path: Path, call: InProcess) -> None:
@@ -87,30 +87,30 @@ def test_get_missing_key_or_version_exits_1(store: Path, call: InProcess, argume
     assert json.loads(done.stderr)["error"]["kind"] == "NotFound"
 
 
-def test_damaged_store_fails_get_and_verify(copied: Path, tmp_path: Path, call: InProcess) -> None:
+def test_damaged_store_fails_get_and_verify(store_copy: Path, tmp_path: Path, call: InProcess) -> None:
     """Fail get and verify of a damaged store; leave the output file unchanged."""
-    damage(copied)
+    damage(store_copy)
     (tmp_path / "out").write_bytes(b"precious")
-    done = call("--store", copied, "--json", "get", "db/dump", "-o", tmp_path / "out")
+    done = call("--store", store_copy, "--json", "get", "db/dump", "-o", tmp_path / "out")
     assert (done.returncode, done.stdout) == (5, b"")
     error = json.loads(done.stderr)["error"]
     assert error["kind"] == "Corrupt"
     assert error["message"].endswith("`nearkin verify` lists the damage and the versions that it affects")
     assert (tmp_path / "out").read_bytes() == b"precious"
     assert sorted(os.listdir(tmp_path)) == ["copied", "out"]
-    verified = call("--store", copied, "--json", "verify")
+    verified = call("--store", store_copy, "--json", "verify")
     report = json.loads(verified.stdout)
     assert (verified.returncode, report["ok"]) == (5, False)
     assert all(item["object_name"] and item["problem"] for item in report["damage"])
     touched = {(v["key"], v["version"]) for item in report["damage"] for v in item["versions"]}
     assert ("db/dump", 1) in touched
-    told = call("--store", copied, "verify")
-    assert told.returncode == 5
-    assert b"touches db/dump version 1" in told.stdout
+    outcome = call("--store", store_copy, "verify")
+    assert outcome.returncode == 5
+    assert b"touches db/dump version 1" in outcome.stdout
 
-    assert b"put the same data again" in told.stdout
-    assert call.answer("--store", copied, "put", "db/dump", "-", stdin=FIRST)["duplicate_chunks"] == 0
-    assert call("--store", copied, "get", "db/dump").stdout == FIRST
+    assert b"put the same data again" in outcome.stdout
+    assert call.answer("--store", store_copy, "put", "db/dump", "-", stdin=FIRST)["duplicate_chunks"] == 0
+    assert call("--store", store_copy, "get", "db/dump").stdout == FIRST
 
 
 def test_get_on_full_disk_names_the_file(store: Path) -> None:

@@ -67,9 +67,9 @@ def test_init_creates_store_for_other_commands(tmp_path: Path) -> None:
 
 def test_init_answers_with_path_and_id(call: InProcess, tmp_path: Path) -> None:
     """`init --json` prints the store's path and id."""
-    told = call.answer("init", tmp_path / "store")
+    answer = call.answer("init", tmp_path / "store")
     with open_store(tmp_path / "store", create=True) as store:
-        assert told == {"store": str(tmp_path / "store"), "id": store.store_id}
+        assert answer == {"store": str(tmp_path / "store"), "id": store.store_id}
 
 
 def test_init_with_server_is_refused(call: InProcess, tmp_path: Path) -> None:

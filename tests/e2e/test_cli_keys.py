@@ -37,7 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.Cap
 
 
 @pytest.fixture
-def filled(run: Run, tmp_path: Path) -> Path:
+def filled_store(run: Run, tmp_path: Path) -> Path:
     run("keys", "generate", tmp_path / "store.key")
     (tmp_path / "content").write_bytes(b"what is kept " * 5000)
     run("init")
@@ -45,42 +45,42 @@ def filled(run: Run, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_keys_are_made_listed_rotated_rewrapped(filled: Path, run: Run) -> None:
+def test_keys_are_made_listed_rotated_rewrapped(filled_store: Path, run: Run) -> None:
     """Create, list, rotate and rewrap keys."""
     (own, tenants) = run("keys", "list")
     assert (own["tenant"], own["number"], tenants["tenant"], tenants["newest"]) == (None, 1, "default", True)
     assert run("keys", "rotate", "default")["number"] > tenants["number"]
     assert run("keys", "rotate", "--store-key")["number"] > 1
-    made = run("keys", "generate", filled / "store.key")
+    made = run("keys", "generate", filled_store / "store.key")
     assert run("keys", "rewrap") == {"rewrapped": 4}
     assert {key["wrapped_by"] for key in run("keys", "list")} == {made["key_id"]}
-    newest = (filled / "store.key").read_text().splitlines()[0]
-    (filled / "store.key").write_text(newest)
-    run("get", "db/dump", "-o", filled / "restored")
-    assert (filled / "restored").read_bytes() == (filled / "content").read_bytes()
+    newest = (filled_store / "store.key").read_text().splitlines()[0]
+    (filled_store / "store.key").write_text(newest)
+    run("get", "db/dump", "-o", filled_store / "restored")
+    assert (filled_store / "restored").read_bytes() == (filled_store / "content").read_bytes()
     assert [key["newest"] for key in run("keys", "list")] == [False, True, False, True]
 
 
-def test_rotate_refuses_a_tenant_without_keys(filled: Path, run: Run) -> None:
+def test_rotate_refuses_a_tenant_without_keys(filled_store: Path, run: Run) -> None:
     """A mistyped tenant gets no key."""
     error = run("keys", "rotate", "defualt", code=2)["error"]
     assert "has no data keys (its first put makes one); is that its name?" in error["message"]
     assert [key["tenant"] for key in run("keys", "list")] == [None, "default"]
 
 
-def test_erase_needs_the_tenant_name_twice(filled: Path, run: Run) -> None:
-    before = objects(filled / "store")
+def test_erase_needs_the_tenant_name_twice(filled_store: Path, run: Run) -> None:
+    before = objects(filled_store / "store")
     refused = run("keys", "erase", "default", code=2)
     assert "pass --yes" in refused["error"]["message"]
     for typed, code in ((b"", 2), (b"defautl\n", 2), (b"default\n", 0)):
-        assert objects(filled / "store") == before
+        assert objects(filled_store / "store") == before
         path = os.pathsep.join(entry for entry in sys.path if entry)
         done = subprocess.run(
             [sys.executable, "-m", "nearkin.cli", "keys", "erase", "default", "--now"],
             input=typed, capture_output=True, env={**os.environ, "PYTHONPATH": path}, timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode == code, done.stderr
-    erased = run("get", "db/dump", "-o", filled / "restored", code=1)
+    erased = run("get", "db/dump", "-o", filled_store / "restored", code=1)
     assert erased["error"]["kind"] == "TenantErased"
     assert "tenant 'default': its keys were erased" in erased["error"]["message"]
     report = run("verify")
@@ -89,7 +89,7 @@ def test_erase_needs_the_tenant_name_twice(filled: Path, run: Run) -> None:
     assert run("verify")["erased_objects"] == 0
 
 
-def test_erase_without_keys_is_reported(filled: Path, run: Run) -> None:
+def test_erase_without_keys_is_reported(filled_store: Path, run: Run) -> None:
     """Report that a tenant without keys had none."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(
@@ -98,17 +98,17 @@ def test_erase_without_keys_is_reported(filled: Path, run: Run) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert b"tenant defautl had none: is that the name?" in done.stderr
-    run("get", "db/dump", "-o", filled / "restored")
-    assert (filled / "restored").read_bytes() == (filled / "content").read_bytes()
+    run("get", "db/dump", "-o", filled_store / "restored")
+    assert (filled_store / "restored").read_bytes() == (filled_store / "content").read_bytes()
 
 
-def test_keys_are_shown_by_no_command(filled: Path, run: Run) -> None:
-    secret = (filled / "store.key").read_text().split()[0]
+def test_keys_are_shown_by_no_command(filled_store: Path, run: Run) -> None:
+    secret = (filled_store / "store.key").read_text().split()[0]
     for arguments in (("config",), ("keys", "list"), ("stats",), ("verify",)):
         assert secret not in json.dumps(run(*arguments))
-    (filled / "store.key").write_text(secret[:-4])
+    (filled_store / "store.key").write_text(secret[:-4])
     assert secret[:-4] not in json.dumps(run("ls", code=2))
-    (filled / "store.key").chmod(0o644)
+    (filled_store / "store.key").chmod(0o644)
     assert "chmod 600" in run("ls", code=2)["error"]["message"]
 
 

@@ -23,16 +23,16 @@ LEDGER = {
 }  # fmt: skip
 
 
-def test_ls_lists_readable_and_names_damaged(copied: Path, call: InProcess) -> None:
+def test_ls_lists_readable_and_names_damaged(store_copy: Path, call: InProcess) -> None:
     """List readable versions and name the damaged ones."""
-    (manifest,) = (copied / "manifests").rglob("*2.nkm")
+    (manifest,) = (store_copy / "manifests").rglob("*2.nkm")
     manifest.write_bytes(manifest.read_bytes()[:100])
-    listed = call("--store", copied, "ls", "--versions")
+    listed = call("--store", store_copy, "ls", "--versions")
     assert listed.returncode == 5
     assert [line.split()[-2:] for line in listed.stdout.decode().splitlines()] == [["v1", "db/dump"], ["v1", "notes"]]
     (line,) = listed.stderr.decode().splitlines()
     assert line.startswith("nearkin: 'db/dump' version 2 cannot be read: manifests/")
-    as_json = call("--store", copied, "--json", "ls")
+    as_json = call("--store", store_copy, "--json", "ls")
     assert as_json.returncode == 5
     assert [info["key"] for info in json.loads(as_json.stdout)] == ["notes"]
     assert json.loads(as_json.stderr)["error"]["kind"] == "Corrupt"
@@ -93,7 +93,7 @@ def test_stats_count_zero_chunks_as_duplicates(tmp_path: Path, call: InProcess) 
     new_store(tmp_path / "s")
     put = call("--store", tmp_path / "s", "put", "zeros", "-", stdin=bytes(100_000)).stdout.decode()
     shown = call("--store", tmp_path / "s", "stats").stdout.decode()
-    assert [told.count("2 duplicate, 2 of them zero") for told in (put, shown)] == [1, 1]
+    assert [output.count("2 duplicate, 2 of them zero") for output in (put, shown)] == [1, 1]
 
 
 def test_stats_omit_metadata_of_absent_kinds(tmp_path: Path, call: InProcess) -> None:
@@ -102,8 +102,8 @@ def test_stats_omit_metadata_of_absent_kinds(tmp_path: Path, call: InProcess) ->
     shown = []
     for name, content in (("empty", b""), ("zeros", bytes(100_000))):
         call("--store", tmp_path / "s", "put", name, "-", stdin=content)
-        told = call("--store", tmp_path / "s", "stats").stdout.decode().splitlines()
-        shown.append(next(line for line in told if line.startswith("metadata ")))
+        lines = call("--store", tmp_path / "s", "stats").stdout.decode().splitlines()
+        shown.append(next(line for line in lines if line.startswith("metadata ")))
     assert ":" not in shown[0]
     assert shown[1].endswith(" B a logical chunk")
 
@@ -123,23 +123,25 @@ def test_verify_of_a_sound_store_finds_nothing(store: Path, call: InProcess) -> 
     assert call("--store", store, "verify").stdout.startswith(b"no damage")
 
 
-def test_lost_index_is_rebuilt_from_the_store(copied: Path, call: InProcess) -> None:
-    shutil.rmtree(copied / "index")
-    report = answer("--store", copied, "rebuild-index")
+def test_lost_index_is_rebuilt_from_the_store(store_copy: Path, call: InProcess) -> None:
+    shutil.rmtree(store_copy / "index")
+    report = answer("--store", store_copy, "rebuild-index")
     assert (report["versions"], report["skipped"]) == (3, [])
-    assert call("--store", copied, "get", "db/dump").stdout == SECOND
-    assert call.answer("--store", copied, "stats")["versions"] == 3
+    assert call("--store", store_copy, "get", "db/dump").stdout == SECOND
+    assert call.answer("--store", store_copy, "stats")["versions"] == 3
 
 
-def test_index_rebuilt_by_itself_names_damage(copied: Path, call: InProcess, caplog: pytest.LogCaptureFixture) -> None:
+def test_index_rebuilt_by_itself_names_damage(
+    store_copy: Path, call: InProcess, caplog: pytest.LogCaptureFixture
+) -> None:
     """Name what an automatically rebuilt index lacks."""
-    shutil.rmtree(copied / "index")
-    manifest = max((copied / "manifests").rglob("*.nkm"))
+    shutil.rmtree(store_copy / "index")
+    manifest = max((store_copy / "manifests").rglob("*.nkm"))
     damaged = bytearray(manifest.read_bytes())
     damaged[50] ^= 1
     manifest.write_bytes(damaged)
-    assert call("--store", copied, "ls").returncode == 0
-    lacks = f"since it cannot be read: {manifest.relative_to(copied)}: run `nearkin verify`"
+    assert call("--store", store_copy, "ls").returncode == 0
+    lacks = f"since it cannot be read: {manifest.relative_to(store_copy)}: run `nearkin verify`"
     assert lacks in caplog.text
 
 
@@ -173,11 +175,11 @@ def test_stats_and_explain_name_finders_alike(tmp_path: Path, call: InProcess, p
         (tmp_path / "file").write_bytes(content)
         call.answer("--store", tmp_path / "store", "put", "key", tmp_path / "file", env=env)
     stats = call.answer("--store", tmp_path / "store", "stats")
-    told = call.answer("--store", tmp_path / "store", "explain", "key", "--segments")
-    assert stats["found_by"] == told["found_by"] != {}
-    assert stats["policies"] == told["policies"] == {policy: {"chunks": stats["delta_chunks"], "share": 1.0}}
-    assert {segment["sketch"] for segment in told["segments"]} == set(stats["sketches"])
-    deltas = [chunk for segment in told["segments"] for chunk in segment["chunks"] if chunk["found_by"]]
+    explained = call.answer("--store", tmp_path / "store", "explain", "key", "--segments")
+    assert stats["found_by"] == explained["found_by"] != {}
+    assert stats["policies"] == explained["policies"] == {policy: {"chunks": stats["delta_chunks"], "share": 1.0}}
+    assert {segment["sketch"] for segment in explained["segments"]} == set(stats["sketches"])
+    deltas = [chunk for segment in explained["segments"] for chunk in segment["chunks"] if chunk["found_by"]]
     assert {chunk["policy"] for chunk in deltas} == {policy}
     lines = {
         next(line for line in call("--store", tmp_path / "store", *words).stdout.splitlines() if b"bases found" in line)

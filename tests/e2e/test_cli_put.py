@@ -169,10 +169,10 @@ def test_put_folder_names_unreadable_files(tmp_path: Path, tree: Path) -> None:
     ]
     init = [*command[:5], "init"]
     try:
-        subprocess.run([*as_anybody(), *init], capture_output=True, timeout=60, check=True)
-        done = subprocess.run([*as_anybody(), *command], capture_output=True, timeout=60, check=False)
-        told = subprocess.run(
-            [*as_anybody(), *(part for part in command if part != "--json")],
+        subprocess.run([*unprivileged_words(), *init], capture_output=True, timeout=60, check=True)
+        done = subprocess.run([*unprivileged_words(), *command], capture_output=True, timeout=60, check=False)
+        process = subprocess.run(
+            [*unprivileged_words(), *(part for part in command if part != "--json")],
             capture_output=True,
             timeout=60,
             check=False,
@@ -180,26 +180,26 @@ def test_put_folder_names_unreadable_files(tmp_path: Path, tree: Path) -> None:
     finally:
         (tree / "sub/closed").chmod(0o700)
     put = json.loads(done.stdout)
-    assert done.returncode == told.returncode == 3
+    assert done.returncode == process.returncode == 3
     assert [blob["key"] for blob in put["blobs"]] == ["a.txt", "sub/naïve [b].bin"]
     assert put["unread"] == [
         {"path": str(tree / "secret"), "why": "permission denied"},
         {"path": str(tree / "sub/closed"), "why": "permission denied"},
     ]
-    notices = told.stderr.decode().splitlines()
+    notices = process.stderr.decode().splitlines()
     assert f"nearkin: cannot be read, permission denied: {tree / 'secret'}" in notices
     assert len([notice for notice in notices if "cannot be read" in notice]) == 2, "one notice for each file"
     assert notices[-1] == "nearkin: 2 could not be read and are not stored: run this again as a user who may read them"
 
 
-def as_anybody() -> list[str]:
+def unprivileged_words() -> list[str]:
     """Return the words that start a command without root's right to read every file."""
     if os.geteuid():
         return []
     if shutil.which("setpriv") is None:
         pytest.skip("root reads all, and setpriv is not there")
-    gone = "-dac_override,-dac_read_search"
-    return ["setpriv", f"--bounding-set={gone}", f"--inh-caps={gone}"]
+    dropped = "-dac_override,-dac_read_search"
+    return ["setpriv", f"--bounding-set={dropped}", f"--inh-caps={dropped}"]
 
 
 @pytest.mark.parametrize("arguments", [("put", "-r", ""), ("put", "home", "", "-r"), ("put", "k", "")])

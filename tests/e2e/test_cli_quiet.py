@@ -79,12 +79,12 @@ def test_quiet_draws_no_progress_on_a_terminal(root: Path, tmp_path: Path, flags
     arguments = command("--store", root, *flags, "put", "data", tmp_path / "data")
     with subprocess.Popen(arguments, stderr=terminal, stdout=subprocess.DEVNULL, env=environment()) as child:
         os.close(terminal)
-        said = b""
+        output = b""
         try:
             while piece := os.read(controller, 4096):
-                said += piece
+                output += piece
         except OSError:  # Linux reports the closed terminal as EIO
             pass
         assert child.wait(60) == 0
     os.close(controller)
-    assert (b"put" in said) == drawn
+    assert (b"put" in output) == drawn

@@ -11,8 +11,8 @@ def test_retain_prints_end_and_rm_refuses(call: InProcess, tmp_path: Path) -> No
     """Extend a retention with the command; `info` shows it, rm refuses, nothing shortens it."""
     new_store(tmp_path / "store")
     call("put", "db/dump", "-", stdin=b"one", env={"NEARKIN_STORE": str(tmp_path / "store")})
-    said = call("retain", "db/dump", "--until", "2100-01-02").stdout
-    assert said == b"db/dump version 1: retained until 2100-01-02T00:00:00Z\n"
+    output = call("retain", "db/dump", "--until", "2100-01-02").stdout
+    assert output == b"db/dump version 1: retained until 2100-01-02T00:00:00Z\n"
     assert "retained    until 2100-01-02" in call("info", "db/dump").stdout.decode()
     assert call.answer("retain", "db/dump", "--until", "2100-01-02")["retain_until"].startswith("2100-01-02T00:00")
     assert_refused(call("retain", "db/dump", "--for", "30d"), 2, "never shortened; give a later time")

@@ -21,12 +21,12 @@ def test_rm_and_undelete_report_their_effect(call: InProcess, tmp_path: Path) ->
     assert_refused(call("rm", "db/dump"), 4, "does not exist")
     assert_refused(call("info", "db/dump", "--version", "1"), 4, "the store has none")
     assert [entry["key"] for entry in call.answer("ls", "--versions")] == ["db/other"]
-    gone = call.answer("ls", "--deleted", "db/")
-    assert [(entry["key"], entry["version"], entry["reason"]) for entry in gone] == [
+    deleted = call.answer("ls", "--deleted", "db/")
+    assert [(entry["key"], entry["version"], entry["reason"]) for entry in deleted] == [
         ("db/dump", 1, "wrong host"),
         ("db/dump", 2, "wrong host"),
     ]
-    assert set(gone[0]) == {"key", "version", "deleted", "until", "who", "reason"}
+    assert set(deleted[0]) == {"key", "version", "deleted", "until", "who", "reason"}
     lines = call("ls", "--deleted").stdout.decode().splitlines()
     assert re.fullmatch(r"\S+Z  until \S+Z  v1     \S+@\S+  db/dump  # wrong host", lines[0])
     assert "and 2 versions deleted, 6 B" in call("stats").stdout.decode()
@@ -39,7 +39,7 @@ def test_rm_and_undelete_report_their_effect(call: InProcess, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "problem"),
     [
         (("rm",), "KEY"),
         (("rm", ""), "must not be empty"),
@@ -49,10 +49,10 @@ def test_rm_and_undelete_report_their_effect(call: InProcess, tmp_path: Path) ->
         (("undelete", "k", "--version", "x"), "version"),
     ],
 )
-def test_rm_refused_changes_nothing(call: InProcess, tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+def test_rm_refused_changes_nothing(call: InProcess, tmp_path: Path, arguments: tuple[str, ...], problem: str) -> None:
     new_store(tmp_path / "store")
     call("put", "k", "-", stdin=b"x", env={"NEARKIN_STORE": str(tmp_path / "store")})
-    assert_refused(call(*arguments), 2, says)
+    assert_refused(call(*arguments), 2, problem)
     assert call("get", "k").stdout == b"x"
 
 

@@ -171,7 +171,7 @@ def test_at_ignores_versions_deleted_before(tmp_path: Path, call: InProcess) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--at", "40h"], b"had no version at"),
         (["--at", "2999-01-01"], b"in the future"),
@@ -180,11 +180,11 @@ def test_at_ignores_versions_deleted_before(tmp_path: Path, call: InProcess) -> 
         (["--salvage", "--range", "0-9"], b"--salvage"),
     ],
 )
-def test_at_and_salvage_refuse_no_match(dated: Path, call: InProcess, arguments: list[str], said: bytes) -> None:
+def test_at_and_salvage_refuse_no_match(dated: Path, call: InProcess, arguments: list[str], message: bytes) -> None:
     """Times without a version and options that exclude each other are refused by name."""
     done = call("--store", dated, "get", "db", *arguments)
     assert done.returncode != 0
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 def test_at_works_through_a_server(tmp_path: Path, call: InProcess) -> None:

@@ -48,14 +48,14 @@ def run(
     )
 
 
-def served(
+def run_on_server(
     gateway: ScriptedGateway, *arguments: str | Path, stdin: bytes = b"", token: str = TOKEN
 ) -> subprocess.CompletedProcess[bytes]:
     return run(*arguments, stdin=stdin, env={"NEARKIN_SERVER": gateway.url, "NEARKIN_TOKEN": token})
 
 
 def answer(gateway: ScriptedGateway, *arguments: str | Path, stdin: bytes = b"") -> Any:
-    return value_of(served(gateway, "--json", *arguments, stdin=stdin))
+    return value_of(run_on_server(gateway, "--json", *arguments, stdin=stdin))
 
 
 def value_of(done: subprocess.CompletedProcess[bytes]) -> Any:
@@ -79,7 +79,7 @@ def test_json_equals_that_of_a_local_store(gateway: ScriptedGateway, folder: Pat
     local = value_of(run("--store", folder, "--json", *arguments))
     assert local
     assert answer(gateway, *arguments) == local
-    for_people = served(gateway, *arguments)
+    for_people = run_on_server(gateway, *arguments)
     assert for_people.stdout == run("--store", folder, *arguments).stdout
 
 
@@ -90,7 +90,7 @@ def test_stats_have_the_same_names(gateway: ScriptedGateway, folder: Path) -> No
     assert {name: found[name] for name in local if name not in passing} == {
         name: local[name] for name in local if name not in passing
     }
-    assert b"base cache" in served(gateway, "stats").stdout
+    assert b"base cache" in run_on_server(gateway, "stats").stdout
 
 
 def test_put_and_get(gateway: ScriptedGateway, tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_put_and_get(gateway: ScriptedGateway, tmp_path: Path) -> None:
     got = answer(gateway, "get", "file", "-o", target)
     assert target.read_bytes() == FIRST
     assert list(got) == list(value_of(run("--store", tmp_path / "store", "--json", "get", "file", "-o", target)))
-    assert served(gateway, "get", "file", "--range", "-100").stdout == FIRST[-100:]
-    assert served(gateway, "get", "file", "--version", "1", "--range", "5-9").stdout == FIRST[5:10]
+    assert run_on_server(gateway, "get", "file", "--range", "-100").stdout == FIRST[-100:]
+    assert run_on_server(gateway, "get", "file", "--version", "1", "--range", "5-9").stdout == FIRST[5:10]
 
 
 def test_put_recursive(gateway: ScriptedGateway, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_put_recursive(gateway: ScriptedGateway, tmp_path: Path) -> None:
     assert (found["files"], [blob["key"] for blob in found["blobs"]]) == (3, ["tree/a", "tree/b/c", "tree/b/d"])
     with_metadata = answer(gateway, "put", "-r", "tree", tmp_path / "tree", "--meta", "x=y")
     assert [blob["metadata"] for blob in with_metadata["blobs"]] == [{"x": "y"}] * 3
-    assert [line.rsplit(b"  ", 1)[1] for line in served(gateway, "ls", "tree/").stdout.splitlines()] == [
+    assert [line.rsplit(b"  ", 1)[1] for line in run_on_server(gateway, "ls", "tree/").stdout.splitlines()] == [
         *(b"tree/a", b"tree/b/c", b"tree/b/d")
     ]
 
@@ -125,14 +125,14 @@ def test_get_broken_off_keeps_the_output_file(gateway: ScriptedGateway, folder: 
     target = tmp_path / "target"
     target.write_bytes(b"before")
     gateway.script("ok", "rot")
-    done = served(gateway, "get", "db/dump", "-o", target)
+    done = run_on_server(gateway, "get", "db/dump", "-o", target)
     assert (done.returncode, target.read_bytes()) == (5, b"before")
     assert b"get it again" in done.stderr
     assert list(tmp_path.iterdir()) == [target]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "problem"),
     [
         (("get", "none"), 4, b"key 'none': the store has none"),
         (("info", "db/dump", "--version", "7"), 4, b"version 7"),
@@ -144,13 +144,13 @@ def test_get_broken_off_keeps_the_output_file(gateway: ScriptedGateway, folder: 
     ids=lambda part: " ".join(part) if isinstance(part, tuple) else "",
 )
 def test_refusals_are_one_line_with_the_local_exit_code(
-    gateway: ScriptedGateway, folder: Path, arguments: tuple[str, ...], code: int, says: bytes
+    gateway: ScriptedGateway, folder: Path, arguments: tuple[str, ...], code: int, problem: bytes
 ) -> None:
-    done = served(gateway, *arguments)
+    done = run_on_server(gateway, *arguments)
     assert (done.returncode, done.stdout) == (code, b"")
-    assert says in done.stderr
+    assert problem in done.stderr
     assert done.stderr.count(b"\n") == 1
-    as_json = served(gateway, "--json", *arguments, *(["-o", os.devnull] if arguments[0] == "get" else []))
+    as_json = run_on_server(gateway, "--json", *arguments, *(["-o", os.devnull] if arguments[0] == "get" else []))
     assert set(json.loads(as_json.stderr)["error"]) == {"kind", "message"}
 
 
@@ -158,12 +158,12 @@ def test_token_from_environment_is_never_printed(gateway: ScriptedGateway) -> No
     """Read a token from the environment; no output contains it."""
     token = "not-the-right-one"
     for arguments in (("ls",), ("--json", "ls"), ("config", "--local"), ("config", "--local", "--json")):
-        done = served(gateway, *arguments, token=token)
+        done = run_on_server(gateway, *arguments, token=token)
         assert token.encode() not in done.stdout + done.stderr
         assert done.returncode == (0 if "config" in arguments else 1)
-    assert b"***" in served(gateway, "config", "--local").stdout
+    assert b"***" in run_on_server(gateway, "config", "--local").stdout
     assert run("ls", "--token", "x").returncode == 2
-    broken = served(gateway, "ls", token="two words")
+    broken = run_on_server(gateway, "ls", token="two words")
     assert (broken.returncode, b"two words" in broken.stderr) == (2, False)
 
 
@@ -173,7 +173,7 @@ def test_config_is_the_services_and_set_changes_it(gateway: ScriptedGateway) -> 
     changed = answer(gateway, "config", "--set", "features.algorithm=odess", "--set", "delta.level=3")
     assert changed["features.algorithm"]["value"] == "odess"
     assert changed["delta.level"]["value"] == 3
-    assert b"odess" in served(gateway, "config").stdout
+    assert b"odess" in run_on_server(gateway, "config").stdout
     refused = run("config", "--set", "features.algorithm=odess")
     assert (refused.returncode, b"--server" in refused.stderr) == (2, True)
 
@@ -213,9 +213,9 @@ def test_rm_and_undelete_are_the_same_behind_a_server(gateway: ScriptedGateway) 
         answer(gateway, "put", "rm/me", "-", stdin=content)
     assert answer(gateway, "rm", "rm/me", "--version", "1") == {"key": "rm/me", "version": 1, "deleted": 1}
     assert [entry["version"] for entry in answer(gateway, "ls", "rm/", "--versions")] == [2]
-    assert served(gateway, "rm", "rm/me").stdout == b"deleted 1 version of rm/me\n"
-    gone = served(gateway, "rm", "rm/me")
-    assert (gone.returncode, gone.stdout, gone.stderr.count(b"\n")) == (4, b"", 1)
+    assert run_on_server(gateway, "rm", "rm/me").stdout == b"deleted 1 version of rm/me\n"
+    removal = run_on_server(gateway, "rm", "rm/me")
+    assert (removal.returncode, removal.stdout, removal.stderr.count(b"\n")) == (4, b"", 1)
     assert [entry["version"] for entry in answer(gateway, "ls", "--deleted", "rm/")] == [1, 2]
     assert answer(gateway, "undelete", "rm/me") == {"key": "rm/me", "version": None, "undeleted": 1}
-    assert served(gateway, "get", "rm/me").stdout == b"two"
+    assert run_on_server(gateway, "get", "rm/me").stdout == b"two"

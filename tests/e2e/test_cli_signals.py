@@ -80,10 +80,10 @@ def test_reader_closing_the_pipe_is_no_error(store: Path, env: dict[str, str]) -
 def test_table_without_a_reader_exits_141(store: Path, words: list[str]) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
-    with open(theirs, "wb") as gone:
+    with open(theirs, "wb") as closed_pipe:
         done = subprocess.run(
-            command("--store", store, *words), stdout=gone, stderr=subprocess.PIPE, env=environment(), timeout=60,
-            check=False,
+            command("--store", store, *words), stdout=closed_pipe, stderr=subprocess.PIPE, env=environment(),
+            timeout=60, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (141, b"")
 

@@ -34,16 +34,16 @@ def test_put_from_command_stores_its_output(call: InProcess, root: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("end", "says"),
+    ("end", "problem"),
     [("sys.exit(3)", "failed with exit code 3"), ("os.kill(os.getpid(), 9)", "was ended by SIGKILL")],
 )
-def test_put_from_failed_command_stores_nothing(call: InProcess, root: Path, end: str, says: str) -> None:
+def test_put_from_failed_command_stores_nothing(call: InProcess, root: Path, end: str, problem: str) -> None:
     """Store nothing if the command fails after output; report its exit code and stderr."""
     script = f"import os, sys; os.write(1, bytes(3_000_000)); os.write(2, b'connection lost'); {end}"
     done = call("--store", root, "--json", "put", "dump", *python(script))
     assert done.returncode != 0
     message = json.loads(done.stderr)["error"]["message"]
-    assert says in message
+    assert problem in message
     assert "nothing was stored" in message
     assert message.endswith("its stderr: connection lost")
     assert keys(root) == []

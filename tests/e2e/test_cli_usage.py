@@ -78,7 +78,7 @@ def test_no_command_shows_help_as_wrong_usage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "problem"),
     [
         (["--nonsense"], "--nonsense"),
         (["nonsense"], "nonsense"),
@@ -115,10 +115,10 @@ def test_no_command_shows_help_as_wrong_usage() -> None:
     ],
 )
 def test_wrong_usage_is_one_line_and_exits_2(
-    tmp_path: Path, call: InProcess, arguments: list[str | bytes], says: str
+    tmp_path: Path, call: InProcess, arguments: list[str | bytes], problem: str
 ) -> None:
     """Report wrong usage in one line with exit code 2; touch no store."""
-    assert_refused(call(*arguments, env={"NEARKIN_STORE": str(tmp_path / "store")}), 2, says)
+    assert_refused(call(*arguments, env={"NEARKIN_STORE": str(tmp_path / "store")}), 2, problem)
     assert not (tmp_path / "store").exists()
 
 
@@ -128,7 +128,7 @@ def test_refused_connection_names_a_remedy(call: InProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "env", "says"),
+    ("arguments", "env", "problem"),
     [
         (["stats"], {}, "use --store FOLDER or --server URL, or set NEARKIN_STORE or NEARKIN_SERVER"),
         (["--store", "", "stats"], {}, 'store ""'),
@@ -141,10 +141,10 @@ def test_refused_connection_names_a_remedy(call: InProcess) -> None:
     ],
 )
 def test_refused_store_or_setting_names_remedy(
-    call: InProcess, arguments: list[str], env: dict[str, str], says: str
+    call: InProcess, arguments: list[str], env: dict[str, str], problem: str
 ) -> None:
     """Name the remedy when a store or setting is refused."""
-    assert_refused(call(*arguments, env=env), 2, says)
+    assert_refused(call(*arguments, env=env), 2, problem)
 
 
 @pytest.mark.parametrize(

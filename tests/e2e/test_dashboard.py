@@ -43,7 +43,7 @@ SLOW_MS = 20_000
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedStore:
     """`nearkin serve` in a process of its own."""
 
     url: str
@@ -59,7 +59,7 @@ def chromium() -> str:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedStore]:
     folder = tmp_path_factory.mktemp("browser")
     fill(folder / "store")
     command = [sys.executable, "-m", "nearkin.cli", "serve", str(folder / "store"), "--port", "0"]
@@ -71,7 +71,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             assert child.stdout is not None
             url, token = child.stdout.readline().strip(), child.stdout.readline().strip()
             assert token.startswith("token nk_"), (folder / "log").read_text()
-            yield Served(url.rstrip("/"), token.removeprefix("token "))
+            yield ServedStore(url.rstrip("/"), token.removeprefix("token "))
         finally:
             child.terminate()
             assert child.wait(60) == 0, (folder / "log").read_text()
@@ -91,22 +91,25 @@ def browser(need: Callable[[Callable[[], Any]], Any]) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def opened(browser: Browser, served: Served) -> Iterator[Callable[..., Page]]:
+def open_page(browser: Browser, served_store: ServedStore) -> Iterator[Callable[..., Page]]:
     """Return a page in a profile of its own; whatever the browser complains of fails the test."""
     contexts: list[BrowserContext] = []
     complaints: list[str] = []
 
     def make(*, logged_in: bool = True, breaks: bool = False, **more: Any) -> Page:
-        context = browser.new_context(base_url=served.url, accept_downloads=True, **more)
+        context = browser.new_context(base_url=served_store.url, accept_downloads=True, **more)
         context.set_default_timeout(SLOW_MS)
         contexts.append(context)
         page = context.new_page()
         if not breaks:
-            page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+            page.on(
+                "console",
+                lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None,
+            )
         page.on("pageerror", lambda error: complaints.append(str(error)))
         if logged_in:
             page.goto("/login")
-            page.get_by_label("Token").fill(served.token)
+            page.get_by_label("Token").fill(served_store.token)
             page.get_by_role("button", name="Log in").click()
             expect(page.get_by_role("heading", name="Overview")).to_be_visible()
         return page
@@ -125,9 +128,9 @@ def versions(page: Page) -> int:
     return int(page.locator("#card-versions").inner_text())
 
 
-def test_operator_walk_by_pointer(opened: Callable[..., Page], tmp_path: Path) -> None:
+def test_operator_walk_by_pointer(open_page: Callable[..., Page], tmp_path: Path) -> None:
     """Walk through the dashboard as an operator does."""
-    page = opened()
+    page = open_page()
     before, logical = versions(page), page.locator("#card-logical").inner_text()
     shot(page, "walk-1-overview")
 
@@ -195,16 +198,16 @@ def test_operator_walk_by_pointer(opened: Callable[..., Page], tmp_path: Path) -
     expect(page).to_have_url(re.compile("/login$"))
 
 
-def test_upload_broken_off_resumes(opened: Callable[..., Page], tmp_path: Path) -> None:
-    page = opened(breaks=True)
+def test_upload_broken_off_resumes(open_page: Callable[..., Page], tmp_path: Path) -> None:
+    page = open_page(breaks=True)
     page.goto("/ui/blobs")
     source = tmp_path / "broken.bin"
     source.write_bytes(DUMP)
-    asked: list[tuple[str, str | None]] = []
+    requests: list[tuple[str, str | None]] = []
 
     def patches(route: Any) -> None:
-        asked.append((route.request.method, route.request.headers.get("upload-offset")))
-        if route.request.method == "PATCH" and len([one for one in asked if one[0] == "PATCH"]) == 1:
+        requests.append((route.request.method, route.request.headers.get("upload-offset")))
+        if route.request.method == "PATCH" and len([one for one in requests if one[0] == "PATCH"]) == 1:
             route.abort("connectionreset")
         else:
             route.continue_()
@@ -212,13 +215,13 @@ def test_upload_broken_off_resumes(opened: Callable[..., Page], tmp_path: Path) 
     page.route("**/v1/uploads/*", patches)
     page.locator("#upload-files").set_input_files(source)
     expect(page.locator("#uploads")).to_contain_text("version 1 is committed", timeout=SLOW_MS)
-    methods = [method for method, _ in asked]
+    methods = [method for method, _ in requests]
     assert methods[:3] == ["PATCH", "HEAD", "PATCH"]
     page.unroute_all()
 
 
-def test_upload_resumes_after_leaving_the_page(opened: Callable[..., Page], tmp_path: Path) -> None:
-    page = opened(breaks=True)
+def test_upload_resumes_after_leaving_the_page(open_page: Callable[..., Page], tmp_path: Path) -> None:
+    page = open_page(breaks=True)
     page.goto("/ui/blobs")
     source = tmp_path / "left.bin"
     source.write_bytes(DUMP)
@@ -227,20 +230,20 @@ def test_upload_resumes_after_leaving_the_page(opened: Callable[..., Page], tmp_
     expect(page.locator("#uploads")).to_contain_text("interrupted; going on")
     page.goto("/")  # left while nothing gets through
     page.unroute_all()
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.method) if "/v1/uploads" in request.url else None)
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.method) if "/v1/uploads" in request.url else None)
     page.goto("/ui/blobs")
     page.locator("#upload-files").set_input_files(source)
     expect(page.locator("#uploads")).to_contain_text("version 1 is committed")
-    assert asked[:2] == ["HEAD", "PATCH"]
-    assert "POST" not in asked
+    assert requests[:2] == ["HEAD", "PATCH"]
+    assert "POST" not in requests
 
 
-def test_keyboard_alone_suffices(opened: Callable[..., Page], served: Served) -> None:
-    page = opened(logged_in=False)
+def test_keyboard_alone_suffices(open_page: Callable[..., Page], served_store: ServedStore) -> None:
+    page = open_page(logged_in=False)
     page.goto("/")
     expect(page.get_by_label("Token")).to_be_focused()
-    page.keyboard.insert_text(served.token)
+    page.keyboard.insert_text(served_store.token)
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="Overview")).to_be_visible()
     page.keyboard.press("Tab")
@@ -285,9 +288,9 @@ def test_keyboard_alone_suffices(opened: Callable[..., Page], served: Served) ->
     expect(page.locator("#versions tbody tr")).to_have_count(4)
 
 
-def test_pages_are_accessible_in_both_schemes(opened: Callable[..., Page]) -> None:
+def test_pages_are_accessible_in_both_schemes(open_page: Callable[..., Page]) -> None:
     """Check accessibility of every page in both colour schemes and on a phone."""
-    page = opened(reduced_motion="reduce")
+    page = open_page(reduced_motion="reduce")
     axe = Axe()
     for name, path in PAGES.items():
         page.set_viewport_size({"width": 1280, "height": 800})
@@ -310,8 +313,8 @@ def test_pages_are_accessible_in_both_schemes(opened: Callable[..., Page]) -> No
         assert looked["light"]["testEngine"]["name"] == "axe-core"
 
 
-def test_pages_are_readable_without_javascript(opened: Callable[..., Page]) -> None:
-    page = opened(java_script_enabled=False)
+def test_pages_are_readable_without_javascript(open_page: Callable[..., Page]) -> None:
+    page = open_page(java_script_enabled=False)
     assert versions(page) >= 12
     page.goto("/ui/blob?key=images%2Fweb.img")
     expect(page.get_by_role("heading", name="How it is kept")).to_be_visible()
@@ -348,7 +351,7 @@ def upload(page: Page, key: str) -> None:
 def pipeline_page() -> str:
     """Return the page of a gateway with Kafka: a failure, a paused worker and a dead letter."""
     minute = {"committed": 3, "logical_bytes": 9_000_000, "stored_bytes": 700_000, "failed": 1}
-    told = {
+    pipeline = {
         "embedded": False,
         "minutes": [minute],
         "stages": [{"group": "nearkin-chunker", "records_per_second": 12.5, "lag_records": 40, "old_records": 2}],
@@ -368,14 +371,14 @@ def pipeline_page() -> str:
     }  # fmt: skip
     drawn, grid = charts.bars([("10:00", 5_000_000), ("10:01", 9_000_000)])
     visitor = Visitor("default", "tester", frozenset(("read", "write", "delete", "admin")), "csrf")
-    shown: dict[str, Any] = {"told": told, "letters": [letter], "bars": drawn, "grid": grid, "workers": [worker]}
+    shown: dict[str, Any] = {"told": pipeline, "letters": [letter], "bars": drawn, "grid": grid, "workers": [worker]}
     return bytes(rendering.page("pipeline.html", visitor, title="Pipeline", **shown).body).decode()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_pages_fit_the_screen(opened: Callable[..., Page], width: int) -> None:
+def test_pages_fit_the_screen(open_page: Callable[..., Page], width: int) -> None:
     """Every cell and button is on the screen, charts fill their card, dates stay on one line."""
-    page = opened()
+    page = open_page()
     upload(page, LONG_KEY)
     upload(page, "layout/gone")
     page.evaluate(
@@ -408,9 +411,9 @@ def test_pages_fit_the_screen(opened: Callable[..., Page], width: int) -> None:
     page.unroute_all()
 
 
-def test_dead_letter_is_dropped_after_a_question(opened: Callable[..., Page]) -> None:
+def test_dead_letter_is_dropped_after_a_question(open_page: Callable[..., Page]) -> None:
     """Ask before a drop, without a reason; send nothing if cancelled, else the letter alone."""
-    page = opened()
+    page = open_page()
     sent: list[tuple[str, str | None]] = []
 
     def answer(route: Any) -> None:
@@ -442,12 +445,12 @@ def test_dead_letter_is_dropped_after_a_question(opened: Callable[..., Page]) ->
     page.unroute_all()
 
 
-def test_keys_are_short_and_their_invisible_characters_shown(opened: Callable[..., Page]) -> None:
+def test_keys_are_short_and_their_invisible_characters_shown(open_page: Callable[..., Page]) -> None:
     """Shorten a long key in its middle, with a tooltip.
 
     Escape invisible characters, in dialogs too.
     """
-    page = opened()
+    page = open_page()
     upload(page, LONG_KEY)
     upload(page, INVISIBLE_KEY)
     page.goto("/ui/blobs?prefix=layout%2F")
@@ -463,12 +466,12 @@ def test_keys_are_short_and_their_invisible_characters_shown(opened: Callable[..
     page.keyboard.press("Escape")
 
 
-def test_settings_show_units_and_pause_apart(opened: Callable[..., Page]) -> None:
+def test_settings_show_units_and_pause_apart(open_page: Callable[..., Page]) -> None:
     """Show the unit next to numbers of bytes.
 
     Show `paused` and its state on a card of its own.
     """
-    page = opened()
+    page = open_page()
     page.goto("/ui/settings")
     field = page.get_by_label("raw bytes")
     unit = page.locator(f'[id="{field.get_attribute("aria-describedby")}"]')

@@ -145,7 +145,7 @@ def test_verify_key_through_a_server_downloads_it(keys: ScriptedGateway, call: I
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "problem"),
     [
         (["nothing"], "nothing"),
         (["a", "--version", "9"], "version 9"),
@@ -155,9 +155,9 @@ def test_verify_key_through_a_server_downloads_it(keys: ScriptedGateway, call: I
     ],
 )
 def test_verify_key_refuses_missing_and_mixed(
-    two_keys: tuple[Path, list[Path], list[Path]], call: InProcess, arguments: list[str], said: str
+    two_keys: tuple[Path, list[Path], list[Path]], call: InProcess, arguments: list[str], problem: str
 ) -> None:
     """Refuse an unknown key or version, and options that apply to a full verification only."""
     done = call("--store", two_keys[0], "verify", *arguments)
     assert done.returncode != 0
-    assert said in done.stderr.decode()
+    assert problem in done.stderr.decode()

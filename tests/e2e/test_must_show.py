@@ -182,6 +182,6 @@ else:
 def test_gigabytes_of_zeros_need_little_space(tmp_path: Path) -> None:
     """Store gigabytes of zeros in bounded memory and almost no space."""
     process_of_its_own = process(ZEROS, tmp_path / "store")
-    said, complained = process_of_its_own.communicate(timeout=600)
+    output, complained = process_of_its_own.communicate(timeout=600)
     assert (process_of_its_own.returncode, complained) == (0, "")
-    assert int(said) < 400 * MIB
+    assert int(output) < 400 * MIB

@@ -64,14 +64,16 @@ def test_serve_full_connections_leave_files(tmp_path: Path, monkeypatch: pytest.
     wanted = {**plain, "NEARKIN_GATEWAY__CONNECTIONS_MAX": "140"}
     monkeypatch.setattr(sys.modules[__name__], "environment", lambda _: wanted)
     bounded = ("sh", "-c", 'ulimit -S -n 150 && exec "$@"', "sh")  # not this process, which may have more open
-    with ExitStack() as held:
+    with ExitStack() as connections:
         server = serving(tmp_path, str(tmp_path / "store"), "--port", "0", "--no-token", before=bounded)
-        _, (url,) = held.enter_context(server)
-        client = held.enter_context(httpx.Client(base_url=url))
+        _, (url,) = connections.enter_context(server)
+        client = connections.enter_context(httpx.Client(base_url=url))
         large = os.urandom(3_000_000)  # more than one frame: it waits in a file
         assert client.put("/v1/blobs/first", content=large).status_code == 201
         for _ in range(135):
-            idle = held.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2].strip("/")))))
+            idle = connections.enter_context(
+                socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2].strip("/"))))
+            )
             idle.sendall(b"GET /livez HTTP/1.1\r\n")
         assert client.put("/v1/blobs/second", content=large).status_code == 201
         assert client.get("/v1/blobs/first").content == large
@@ -91,8 +93,8 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
 def test_serve_uses_a_token_until_stopped(tmp_path: Path, ending: signal.Signals) -> None:
     """Serve a store with a token of this run until it is stopped."""
-    with serving(tmp_path, str(tmp_path / "store"), "--port", "0") as (child, (url, told)):
-        token = told.removeprefix("token ")
+    with serving(tmp_path, str(tmp_path / "store"), "--port", "0") as (child, (url, token_line)):
+        token = token_line.removeprefix("token ")
         headers = {"Authorization": f"Bearer {token}"}
         assert httpx.put(f"{url}v1/blobs/a", content=b"a").status_code == 401
         assert httpx.put(f"{url}v1/blobs/a", content=b"a", headers=headers).status_code == 201
@@ -109,9 +111,9 @@ def test_serve_uses_a_token_until_stopped(tmp_path: Path, ending: signal.Signals
 def test_serve_without_token_prints_json(tmp_path: Path) -> None:
     """Serve without a token with --no-token; print one JSON line with --json."""
     with serving(tmp_path, str(tmp_path / "store"), "--port", "0", "--no-token", "--json") as (_, (line,)):
-        told = json.loads(line)
-        assert told["token"] is None
-        assert httpx.put(f"{told['url']}/v1/blobs/a", content=b"a").status_code == 201
+        announced = json.loads(line)
+        assert announced["token"] is None
+        assert httpx.put(f"{announced['url']}/v1/blobs/a", content=b"a").status_code == 201
 
 
 def test_serve_of_served_store_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def opened(tmp_path: Path, clock: Clock) -> Iterator[Callable[[], Store]]:
+def reopen(tmp_path: Path, clock: Clock) -> Iterator[Callable[[], Store]]:
     stores: list[Store] = []
 
     def again() -> Store:

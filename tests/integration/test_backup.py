@@ -18,7 +18,7 @@ TRUTH = ("nearkin.json", "chunking.json", "containers", "manifests", "gc", "pari
 BEFORE = 6
 
 
-def copied(source: Path, target: Path, order: tuple[str, ...]) -> None:
+def copy_objects(source: Path, target: Path, order: tuple[str, ...]) -> None:
     """Copy objects one by one, as any tool does; omit one that is deleted meanwhile."""
     for top in order:
         found = source / top
@@ -42,21 +42,21 @@ def test_copy_during_puts_has_committed_data(tmp_path: Path, order: tuple[str, .
         for number in range(BEFORE):
             data = mutate(data, number, 20)
             contents[store.put("db", data).info.version] = data
-        over, begun = threading.Event(), threading.Event()
+        over, started = threading.Event(), threading.Event()
 
         def write() -> None:
             changed = data
             for number in range(200):
                 changed = mutate(changed, 1000 + number, 20)
                 contents[store.put("db", changed).info.version] = changed
-                begun.set()
+                started.set()
                 if over.is_set():
                     return
 
         writer = threading.Thread(target=write)
         writer.start()
-        assert begun.wait(30)
-        copied(tmp_path / "store", tmp_path / "copy", order)
+        assert started.wait(30)
+        copy_objects(tmp_path / "store", tmp_path / "copy", order)
         over.set()
         writer.join()
     assert len(contents) > BEFORE

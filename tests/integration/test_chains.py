@@ -53,7 +53,7 @@ def chains_of(source: ContainerStore) -> BlockDecoder:
     return BlockDecoder(source, ChunkReader(source).plan)
 
 
-def leaning(source: ContainerStore, name: BlockName) -> set[BlockName]:
+def dependents_of(source: ContainerStore, name: BlockName) -> set[BlockName]:
     """Return the block and all blocks that depend on it, directly or not."""
     reader, found = ChunkReader(source), {name}
     while True:
@@ -145,12 +145,12 @@ def test_concurrent_decoder_has_half_the_bound(store: Store, monkeypatch: pytest
 
     plain = zstd_frames.decode_frames
 
-    def beside(frames: Any, *others: Any) -> Any:
+    def decode_concurrently(frames: Any, *others: Any) -> Any:
         monkeypatch.setattr(block_decoder, "decode_frames", plain)
         decoded()  # while what is around it has not ended
         return plain(frames, *others)
 
-    monkeypatch.setattr(block_decoder, "decode_frames", beside)
+    monkeypatch.setattr(block_decoder, "decode_frames", decode_concurrently)
     decoded()
     decoded()
     assert taken[1:] == [len(names), len(names)], "alone, and concurrently with another and after it"
@@ -158,30 +158,30 @@ def test_concurrent_decoder_has_half_the_bound(store: Store, monkeypatch: pytest
 
 
 def test_sole_decoder_uses_other_threads(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, asked = store._containers, list[str]()
+    source, requests = store._containers, list[str]()
     names = sorted(blocks_of(source))
     wanted = chains_of(source).decode(names)
 
-    class Noted(ThreadPool):
+    class RecordingPool(ThreadPool):
         def run_on_all(self, work: Callable[[], None]) -> None:
-            asked.append("share")
+            requests.append("share")
             super().run_on_all(work)
 
     with ThreadPoolExecutor(2) as threads:
-        reader = block_decoder.BlockDecoder(source, ChunkReader(source).plan, Noted(threads, 3))
+        reader = block_decoder.BlockDecoder(source, ChunkReader(source).plan, RecordingPool(threads, 3))
         source.evict()
         found = reader.decode(names)
-        assert asked, "they are there to be asked"
+        assert requests, "they are there to be asked"
         assert equal_contents(found, wanted)
-        asked.clear()
+        requests.clear()
         source.evict()
-        turn = block_decoder._decode_slots.take()  # another thread decodes
+        slot = block_decoder._decode_slots.take()  # another thread decodes
         reader.decode(names)
-        assert not asked, "one thread for each restore of a gateway that has many"
-        del turn
+        assert not requests, "one thread for each restore of a gateway that has many"
+        del slot
         source.evict()
         assert reader.decode(names)
-        assert asked
+        assert requests
 
 
 def test_cached_block_keeps_its_own_memory_only(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_dependents_of_damage_are_skipped(store: Store, tmp_path: Path) -> None:
     """Skip blocks that depend on a damaged one, and decode all others."""
     source = store._containers
     every = blocks_of(source)
-    by_block = {name: leaning(source, name) for name in every}
+    by_block = {name: dependents_of(source, name) for name in every}
     name, touched = max(((n, t) for n, t in by_block.items() if len(t) < len(every)), key=lambda pair: len(pair[1]))
     assert 1 < len(touched) < len(every)
     path = tmp_path / "s" / object_name(name[0])
@@ -248,32 +248,32 @@ def test_unreadable_blocks_are_requested_once(store: Store, monkeypatch: pytest.
     by_container = [[name for name in every if name[0] == container] for container in {name[0] for name in every}]
     broken = max(by_container, key=len)[-1]
     start = source.directory(broken[0]).block_rows[broken[1]].place.start
-    plain, asked = source._objects.get_ranges, list[int]()
+    plain, requests = source._objects.get_ranges, list[int]()
 
     def get_ranges(name: str, starts: Any, ends: Any) -> Any:
         if name == object_name(broken[0]):
-            asked.append(len(starts))
+            requests.append(len(starts))
             if start in starts:
                 raise Corrupt("a page that does not open")
         return plain(name, starts, ends)
 
     monkeypatch.setattr(source._objects, "get_ranges", get_ranges)
     found = dict(zip(every, chains_of(source).decode(every), strict=True))
-    assert {name for name, content in found.items() if content is None} == leaning(source, broken)
+    assert {name for name, content in found.items() if content is None} == dependents_of(source, broken)
     mine = len([name for name in every if name[0] == broken[0]])
     assert mine > 5
-    assert [count for count in asked if count > 2] == [mine], "two are the directory, looked at again"
-    assert sum(asked) < 3 * mine
+    assert [count for count in requests if count > 2] == [mine], "two are the directory, looked at again"
+    assert sum(requests) < 3 * mine
 
 
 def test_only_blocks_on_deltas_are_remembered(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remember only blocks that depend on deltas."""
     source, chain = store._containers, chains_of(store._containers)
     every, plain = sorted(blocks_of(source)), source.directory
-    gone = min(name for name, (_, depth) in blocks_of(source).items() if depth == 0)[0]
+    removed = min(name for name, (_, depth) in blocks_of(source).items() if depth == 0)[0]
 
     def directory(container: Any) -> Any:
-        if container == gone:
+        if container == removed:
             raise Corrupt("for a moment")
         return plain(container)
 
@@ -312,13 +312,13 @@ def test_blocks_on_deltas_are_read_once(tmp_path: Path, monkeypatch: pytest.Monk
 def test_unresponsive_store_is_reported_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     source = store._containers
     names = sorted(blocks_of(source))
-    asked = []
+    requests = []
 
-    def away(name: str, starts: Any, ends: Any) -> Any:
-        asked.append(name)
+    def fail_read(name: str, starts: Any, ends: Any) -> Any:
+        requests.append(name)
         raise StoreUnavailable("away")
 
-    monkeypatch.setattr(source._objects, "get_ranges", away)
+    monkeypatch.setattr(source._objects, "get_ranges", fail_read)
     with pytest.raises(StoreUnavailable):
         chains_of(source).decode(names)
-    assert len(asked) == 1
+    assert len(requests) == 1

@@ -149,11 +149,11 @@ def test_record_is_repaired_from_parity(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [FIXED, {"profile": "archive"}])
 def test_service_under_other_settings_is_refused(root: Path, changes: dict[str, object]) -> None:
     """Refuse to start a service whose settings differ from the store's, unless allowed."""
-    there = {"object_store": {"url": str(root)}}
-    open_store_of(settings(COARSE, there))
+    location = {"object_store": {"url": str(root)}}
+    open_store_of(settings(COARSE, location))
     with pytest.raises(ConfigError, match=r"this store is written with .*storage.allow_other_chunking"):
-        open_store_of(settings(COARSE, there, changes))
-    open_store_of(settings(COARSE, there, changes, {"storage": {"allow_other_chunking": True}}))
+        open_store_of(settings(COARSE, location, changes))
+    open_store_of(settings(COARSE, location, changes, {"storage": {"allow_other_chunking": True}}))
 
 
 def test_service_records_the_settings_of_a_new_store(tmp_path: Path) -> None:

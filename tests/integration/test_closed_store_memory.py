@@ -27,7 +27,7 @@ def test_closed_stores_leave_no_memory(tmp_path: Path) -> None:
         store.put("k", first)
         store.put("k", mutate(first, 2, edits=2000, edit_bytes_max=300))
     del first
-    held = []
+    sizes = []
     gc.collect()
     gc.disable()
     try:
@@ -37,7 +37,7 @@ def test_closed_stores_leave_no_memory(tmp_path: Path) -> None:
                     pass
                 del _piece
             del store
-            held.append(anonymous_bytes())
+            sizes.append(anonymous_bytes())
     finally:
         gc.enable()
-    assert held[-1] - held[0] < 40 * MIB, held
+    assert sizes[-1] - sizes[0] < 40 * MIB, sizes

@@ -50,7 +50,7 @@ class World:
         recipes = self.containers.directory(segments.containers[0]).segments
         return recipes.chunks.take(slice(int(recipes.bounds[0]), int(recipes.bounds[1])))
 
-    def round(self) -> None:
+    def run_gc(self) -> None:
         self.now += 3601
         self.store.gc()
 
@@ -70,17 +70,17 @@ def test_pending_delete_chunk_is_no_base(world: World) -> None:
     """Use no chunk pending delete as base, but any other."""
     source = InFlight(world.containers)
     facts = EmbeddedLookups(PendingIndex(world.store._index.readable(), b""), source, world.collected)
-    asked = Locations.join([world.chunks["kept"], world.chunks["gone"]])
-    before = facts.answer(LookupRequest(similar=asked), LookupResults()).similar
+    locations = Locations.join([world.chunks["kept"], world.chunks["gone"]])
+    before = facts.answer(LookupRequest(similar=locations), LookupResults()).similar
     assert before is not None
     assert before.available.all()
     delete(world.store)
-    world.round()
-    after = facts.answer(LookupRequest(similar=asked), LookupResults()).similar
+    world.run_gc()
+    after = facts.answer(LookupRequest(similar=locations), LookupResults()).similar
     assert after is not None
-    gone = np.repeat([False, True], [len(world.chunks["kept"]), len(world.chunks["gone"])])
-    assert np.array_equal(after.available, ~gone)
-    assert not after.pieces.lengths[gone].any()
+    removed = np.repeat([False, True], [len(world.chunks["kept"]), len(world.chunks["gone"])])
+    assert np.array_equal(after.available, ~removed)
+    assert not after.pieces.lengths[removed].any()
 
 
 def test_directories_are_evicted_on_record_change(world: World) -> None:
@@ -88,8 +88,8 @@ def test_directories_are_evicted_on_record_change(world: World) -> None:
     world.collected.refresh()
     world.containers.directory(container)
     delete(world.store)
-    world.round()
-    world.round()  # gone
+    world.run_gc()
+    world.run_gc()  # gone
     world.containers.directory(container)  # still known here
     world.collected.refresh()
     with pytest.raises(Exception, match="missing"):
@@ -113,21 +113,21 @@ def test_directories_are_evicted_after_a_gc_run(world: World, monkeypatch: pytes
 
 def test_pending_or_deleted_chunks_are_lost(world: World) -> None:
     """Report chunks as lost once they are pending delete and once deleted."""
-    asked = Locations.join([world.chunks["kept"], world.chunks["gone"]])
-    gone = np.repeat([False, True], [len(world.chunks["kept"]), len(world.chunks["gone"])])
-    assert not world.collected.lost(asked, world.containers).any()
+    locations = Locations.join([world.chunks["kept"], world.chunks["gone"]])
+    removed = np.repeat([False, True], [len(world.chunks["kept"]), len(world.chunks["gone"])])
+    assert not world.collected.lost(locations, world.containers).any()
     delete(world.store)
     for _ in range(2):
-        world.round()
-        assert np.array_equal(world.collected.lost(asked, world.containers), gone)
+        world.run_gc()
+        assert np.array_equal(world.collected.lost(locations, world.containers), removed)
 
 
 def test_pending_or_deleted_segments_dangle(world: World) -> None:
     """Report segments as dangling once pending delete and once deleted."""
     assert world.collected.find_dangling(world.segments["gone"]) is None
     delete(world.store)
-    world.round()
+    world.run_gc()
     assert "is pending deletion" in (world.collected.find_dangling(world.segments["gone"]) or "")
-    world.round()
+    world.run_gc()
     assert "missing" in (world.collected.find_dangling(world.segments["gone"]) or "")
     assert world.collected.find_dangling(world.segments["kept"]) is None

@@ -143,8 +143,8 @@ def test_undelete_window_is_the_promised_one() -> None:
     deletions = Deletions(manifests, silent, clock=clock)
     put(manifests)
     deletions.delete("default", "k", undelete_seconds=100)
-    (told,) = deletions.list_deleted("default", ["k"])
-    assert (told.until - told.deleted).total_seconds() == 100
+    (entry,) = deletions.list_deleted("default", ["k"])
+    assert (entry.until - entry.deleted).total_seconds() == 100
     clock.now += 101
     with pytest.raises(NotFound, match=r"until 2025-11-24T16:01:40Z.*deletion\.undelete_seconds"):
         deletions.undelete("default", "k")
@@ -162,9 +162,9 @@ def test_deleted_version_lists_user_and_reason() -> None:
     put(manifests)
     put(manifests)
     deletions.delete("default", "k", 2, who="kim", reason="wrong host", undelete_seconds=WEEK)
-    (told,) = deletions.list_deleted("default", ["k", "none"])
-    assert (told.key, told.version, told.who, told.reason) == ("k", 2, "kim", "wrong host")
-    assert told.deleted.timestamp() == clock.now
+    (entry,) = deletions.list_deleted("default", ["k", "none"])
+    assert (entry.key, entry.version, entry.who, entry.reason) == ("k", 2, "kim", "wrong host")
+    assert entry.deleted.timestamp() == clock.now
 
 
 def test_collected_version_is_never_undeleted() -> None:
@@ -212,11 +212,11 @@ def test_repeated_request_keeps_later_changes(version: int | None) -> None:
     assert deletions.undelete("default", "k", version, request=other) == count
     clock.now += 1
     assert deletions.delete("default", "k", version, undelete_seconds=WEEK) == count
-    gone = seen(manifests)
+    visible = seen(manifests)
     for call in range(2):
         assert deletions.undelete("default", "k", version, request=other) == count, call
         assert deletions.delete("default", "k", version, request=one, undelete_seconds=WEEK) == count, call
-    assert seen(manifests) == gone
+    assert seen(manifests) == visible
 
 
 def test_repeated_undelete_keeps_older_deletion() -> None:
@@ -398,9 +398,9 @@ def test_broken_tombstone_hides_or_is_corrupt() -> None:
     assert seen(manifests) == []
     with pytest.raises(Corrupt, match=name):
         deletions.undelete("default", "k")
-    told: list[object] = []
-    assert list(deletions.list_deleted("default", ["k"], told.append)) == []
-    assert len(told) == 1
+    notices: list[object] = []
+    assert list(deletions.list_deleted("default", ["k"], notices.append)) == []
+    assert len(notices) == 1
     objects.put_new(mark_name("default", "k", 1, 2), b"rot")
     with pytest.raises(Corrupt):
         manifests.newest("default", "k")

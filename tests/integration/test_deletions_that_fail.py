@@ -21,7 +21,7 @@ WAIT_SECONDS = 20.0
 
 
 @contextmanager
-def armed(points: str = "", watch: Callable[[str], None] | None = None) -> Iterator[None]:
+def armed_failpoints(points: str = "", watch: Callable[[str], None] | None = None) -> Iterator[None]:
     failpoints.arm(points or (), watch)
     try:
         yield
@@ -29,7 +29,7 @@ def armed(points: str = "", watch: Callable[[str], None] | None = None) -> Itera
         failpoints.disarm()
 
 
-def beside(act: Callable[[], object]) -> None:
+def run_in_thread(act: Callable[[], object]) -> None:
     """Do it in another thread, and wait for it."""
     thread = threading.Thread(target=act)
     thread.start()
@@ -41,7 +41,7 @@ def fails(store: Store, key: str) -> None:
         store.delete(key)
 
 
-def counted(path: Path) -> tuple[int, int, list[int]]:
+def counts_after_reopening(path: Path) -> tuple[int, int, list[int]]:
     with open_store(path, create=True) as store:
         stats = store.stats()
         return stats.versions, stats.deleted_versions, [one.version for one in store.versions(all_versions=True)]
@@ -54,16 +54,16 @@ def test_failed_deletion_is_counted_no_more(tmp_path: Path, point: str, left: li
     with open_store(path, create=True) as store:
         for _ in range(2):
             store.put("a", b"content" * 100)
-        with armed(f"{point}:1:error"):
+        with armed_failpoints(f"{point}:1:error"):
             fails(store, "a")
         if not reopened:
             stats = store.stats()
             assert (stats.versions, stats.deleted_versions) == (len(left), 2 - len(left))
-    assert counted(path) == (len(left), 2 - len(left), left)
+    assert counts_after_reopening(path) == (len(left), 2 - len(left), left)
     with open_store(path, create=True) as store:
         store.put("b", b"other")
         store.delete("a")
-    assert counted(path) == (1, 2, [1])
+    assert counts_after_reopening(path) == (1, 2, [1])
 
 
 def test_failed_undeletion_is_counted_no_more(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_failed_undeletion_is_counted_no_more(tmp_path: Path) -> None:
     with open_store(path, create=True) as store:
         store.put("a", b"content")
         store.delete("a")
-        with armed("delete.noted:1:error"), pytest.raises(StoreUnavailable):
+        with armed_failpoints("delete.noted:1:error"), pytest.raises(StoreUnavailable):
             store.undelete("a")
-    assert counted(path) == (0, 1, [])
+    assert counts_after_reopening(path) == (0, 1, [])
 
 
 def test_version_in_a_crashed_gc_run_is_deleted(tmp_path: Path) -> None:
@@ -85,19 +85,19 @@ def test_version_in_a_crashed_gc_run_is_deleted(tmp_path: Path) -> None:
             store.put(key, key.encode() * 5000)
         store.delete("a")
         time.sleep(0.01)
-        with armed("gc.expired:1:error"), pytest.raises(StoreUnavailable):
+        with armed_failpoints("gc.expired:1:error"), pytest.raises(StoreUnavailable):
             store.gc()
-        with armed("put.begun:1:error"), pytest.raises(StoreUnavailable):
+        with armed_failpoints("put.begun:1:error"), pytest.raises(StoreUnavailable):
             store.put("c", b"c")
         assert [one.key for one in store.versions()] == ["b"]
-    assert counted(path) == (1, 1, [1])
+    assert counts_after_reopening(path) == (1, 1, [1])
     with open_store(path, settings=chosen, create=True) as store:
         assert [entry.marks_bytes > 0 for entry in store._index.read(lambda index: list(index.catalog("default", "a")))]
         store.gc()
-    assert counted(path) == (1, 0, [1])
+    assert counts_after_reopening(path) == (1, 0, [1])
 
 
-def told(store: Store) -> tuple[int, int, list[str]]:
+def deletion_counts(store: Store) -> tuple[int, int, list[str]]:
     stats = store.stats()
     return stats.versions, stats.deleted_versions, sorted(one.key for one in store.list_deleted())
 
@@ -114,14 +114,14 @@ def test_stats_during_a_retry_keep_the_note(tmp_path: Path) -> None:
                 passed.append(name)
                 if len(passed) == 1:
                     raise StoreUnavailable("made up")
-                beside(store.stats)
+                run_in_thread(store.stats)
 
-        with armed(watch=watch):
+        with armed_failpoints(watch=watch):
             fails(store, "a")
             assert store.delete("a")
-        assert told(store) == (1, 1, ["a"])
+        assert deletion_counts(store) == (1, 1, ["a"])
     with open_store(tmp_path / "s", create=True) as store:
-        assert told(store) == (1, 1, ["a"])
+        assert deletion_counts(store) == (1, 1, ["a"])
 
 
 def test_failed_concurrent_deletion_keeps_note(tmp_path: Path) -> None:
@@ -135,14 +135,14 @@ def test_failed_concurrent_deletion_keeps_note(tmp_path: Path) -> None:
                 passed.append(name)
                 if len(passed) > 1:
                     raise StoreUnavailable("made up")
-                beside(lambda: fails(store, "a"))
+                run_in_thread(lambda: fails(store, "a"))
 
-        with armed(watch=watch):
+        with armed_failpoints(watch=watch):
             assert store.delete("a")
         assert len(passed) == 2
-        assert told(store) == (0, 1, ["a"])
+        assert deletion_counts(store) == (0, 1, ["a"])
     with open_store(tmp_path / "s", create=True) as store:
-        assert told(store) == (0, 1, ["a"])
+        assert deletion_counts(store) == (0, 1, ["a"])
 
 
 def test_failed_deletion_during_a_put_uncounted(tmp_path: Path) -> None:
@@ -153,15 +153,15 @@ def test_failed_deletion_during_a_put_uncounted(tmp_path: Path) -> None:
 
         def watch(name: str) -> None:
             if name == "put.begun":
-                beside(lambda: fails(store, "a"))
+                run_in_thread(lambda: fails(store, "a"))
             elif name == "delete.noted":
                 raise StoreUnavailable("made up")
 
-        with armed(watch=watch):
+        with armed_failpoints(watch=watch):
             store.put("c", b"c")
-        assert told(store) == (3, 0, [])
+        assert deletion_counts(store) == (3, 0, [])
         store.delete("b")
-        assert told(store) == (2, 1, ["b"])
+        assert deletion_counts(store) == (2, 1, ["b"])
 
 
 def test_refused_deletion_releases_the_lock(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_refused_deletion_releases_the_lock(tmp_path: Path) -> None:
         reader.stats()
         with open_store(path, create=True) as writer:
             writer.put("c", b"1")
-        assert told(reader) == (2, 0, [])
+        assert deletion_counts(reader) == (2, 0, [])
 
 
 def test_failed_rollback_is_done_at_next_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +185,10 @@ def test_failed_rollback_is_done_at_next_open(tmp_path: Path, monkeypatch: pytes
         store.put("a", b"content")
         full = Mock(side_effect=NoRoom("made up"))
         monkeypatch.setattr(LmdbIndex, "correct_marks", full)
-        with armed("delete.noted:1:error"):
+        with armed_failpoints("delete.noted:1:error"):
             fails(store, "a")
         monkeypatch.undo()
         full.assert_called_once()
     with open_store(path, create=True) as store:
         store.put("b", b"b")
-        assert told(store) == (2, 0, [])
+        assert deletion_counts(store) == (2, 0, [])

@@ -22,7 +22,7 @@ Changes = Mapping[str, Mapping[str, object]]
 HISTORY = [FIRST, mutate(FIRST, 1, edits=300), mutate(FIRST, 2, edits=500)]
 
 
-def kept(root: Path, changes: Changes, history: Sequence[bytes] = HISTORY) -> tuple[Any, ...]:
+def store_and_describe(root: Path, changes: Changes, history: Sequence[bytes] = HISTORY) -> tuple[Any, ...]:
     with open_store(root, settings=settings(SMALL, changes), create=True) as store:
         for content in history:
             store.put("k", content)
@@ -46,18 +46,18 @@ def kept(root: Path, changes: Changes, history: Sequence[bytes] = HISTORY) -> tu
 def test_stored_bytes_ignore_queue_state(algorithm: str, tmp_path: Path) -> None:
     """Store the same puts the same way, whatever the queues contain."""
 
-    def kept_with(name: str, queue_batches: int) -> tuple[Any, ...]:
+    def store_with(name: str, queue_batches: int) -> tuple[Any, ...]:
         changes: Changes = {"features": {"algorithm": algorithm}, "runner": {"queue_batches": queue_batches}}
-        return kept(tmp_path / name, changes)
+        return store_and_describe(tmp_path / name, changes)
 
-    first = kept_with("a", 0)
+    first = store_with("a", 0)
     assert first[0]["delta_chunks"] > 100  # there is something that could differ
     for name, queue_batches in (("b", 1), ("c", 4), ("d", 4), ("e", 16)):
-        assert kept_with(name, queue_batches) == first
+        assert store_with(name, queue_batches) == first
 
 
 def test_slow_disk_changes_no_stored_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = kept(tmp_path / "quick", {"runner": {"queue_batches": 4}})
+    quick = store_and_describe(tmp_path / "quick", {"runner": {"queue_batches": 4}})
     real = LocalObjectStore.put_new
 
     def slow(self: Any, name: str, *parts: Any) -> Any:
@@ -65,12 +65,12 @@ def test_slow_disk_changes_no_stored_byte(tmp_path: Path, monkeypatch: pytest.Mo
         real(self, name, *parts)
 
     monkeypatch.setattr(LocalObjectStore, "put_new", slow)
-    assert kept(tmp_path / "slow", {"runner": {"queue_batches": 4}}) == quick
+    assert store_and_describe(tmp_path / "slow", {"runner": {"queue_batches": 4}}) == quick
 
 
 def test_slow_encoding_changes_nothing_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes: Changes = {"runner": {"queue_batches": 4, "batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}}
-    quick = kept(tmp_path / "quick", changes)
+    quick = store_and_describe(tmp_path / "quick", changes)
     assert quick[2] >= 3, "containers are filled before the last batch"
     real = BlockEncoder.close
 
@@ -79,7 +79,7 @@ def test_slow_encoding_changes_nothing_that_is_kept(tmp_path: Path, monkeypatch:
         return real(self, block)
 
     monkeypatch.setattr(BlockEncoder, "close", slow)
-    assert kept(tmp_path / "slow", changes) == quick
+    assert store_and_describe(tmp_path / "slow", changes) == quick
 
 
 @pytest.mark.parametrize("crowded", [False, True])
@@ -103,14 +103,14 @@ def test_stored_bytes_ignore_the_core_count(
     # The bases of each batch are in the container that the previous batch filled; their depth depends on its end.
     in_itself = b"".join(mutate(base, number, edits=200 * number) for number in range(8))
 
-    def kept_on(count: int) -> tuple[Any, ...]:
+    def store_on(count: int) -> tuple[Any, ...]:
         monkeypatch.setattr("nearkin.embedded.runner.cores", lambda: count)
-        return kept(tmp_path / str(count), changes, [*HISTORY, in_itself])
+        return store_and_describe(tmp_path / str(count), changes, [*HISTORY, in_itself])
 
-    two = kept_on(2)
+    two = store_on(2)
     assert two[2] >= 3, "containers are filled before the last batch"
-    assert kept_on(1) == two
-    assert kept_on(3) == two
+    assert store_on(1) == two
+    assert store_on(3) == two
 
 
 @pytest.mark.parametrize("merge_block_bytes", ["1MiB", "0"], ids=["gathered", "compressed further"])
@@ -129,7 +129,7 @@ def test_gc_run_ignores_the_core_count(tmp_path: Path, monkeypatch: pytest.Monke
             store.put("k", content)
         store.put("another", text_like(900_000, 6))
 
-    def written_on(count: int) -> tuple[int, dict[str, bytes]]:
+    def collect_on(count: int) -> tuple[int, dict[str, bytes]]:
         monkeypatch.setattr("nearkin_shared.utils.thread_pool.cores", lambda: count)
         root = tmp_path / str(count)
         shutil.copytree(tmp_path / "put", root)
@@ -138,10 +138,10 @@ def test_gc_run_ignores_the_core_count(tmp_path: Path, monkeypatch: pytest.Monke
             assert store.get("k").read() == content
         return report.containers_rewritten, {path.name: path.read_bytes() for path in containers(root)}
 
-    two = written_on(2)
+    two = collect_on(2)
     assert two[0] >= 2
-    assert written_on(1) == two
-    assert written_on(3) == two
+    assert collect_on(1) == two
+    assert collect_on(3) == two
 
 
 def test_small_changes_fill_one_container(tmp_path: Path) -> None:

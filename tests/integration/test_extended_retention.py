@@ -43,7 +43,7 @@ def _disarmed() -> Iterator[None]:
     failpoints.disarm()
 
 
-def opened(root: Path, clock: Clock, kind: str = "plain", **more: object) -> Store:
+def open_collected(root: Path, clock: Clock, kind: str = "plain", **more: object) -> Store:
     """Open a store in which GC frees at once what may be freed."""
     storage: dict[str, object] = {}
     if kind == "encrypted":
@@ -62,7 +62,7 @@ def records(root: Path) -> list[Path]:
 def test_extended_retention_refuses_every_deletion(tmp_path: Path, clock: Clock, kind: str) -> None:
     """Refuse rm, forget, policies, purge and GC until the extended retention ends."""
     policy = {"retention": {"policies": [{"prefix": "", "keep_last": 1}], "superseded_seconds": 0}}
-    with opened(tmp_path / "s", clock, kind, **policy) as store:
+    with open_collected(tmp_path / "s", clock, kind, **policy) as store:
         store.put("k", b"one")
         assert store.retain("k", LATER).retain_until == LATER
         store.put("k", b"two")
@@ -88,7 +88,7 @@ def test_extended_retention_refuses_every_deletion(tmp_path: Path, clock: Clock,
 
 def test_retention_is_never_shortened(tmp_path: Path, clock: Clock) -> None:
     """Refuse an earlier, a past and a too distant time with both values and the remedy."""
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         store.put("k", b"one")
         store.retain("k", LATER)
         with pytest.raises(BadInput, match=r"2026-12-01T06:00:00Z: it is retained until 2026-12-02T06:00:00Z.*later"):
@@ -111,12 +111,12 @@ def test_retention_is_never_shortened(tmp_path: Path, clock: Clock) -> None:
 
 def test_retention_of_the_manifest_is_extended(tmp_path: Path, clock: Clock) -> None:
     """Require a later time than the manifest's for an extension of a retained version."""
-    with opened(tmp_path / "s", clock, retention={"min_age_seconds": 30 * DAY}) as store:
+    with open_collected(tmp_path / "s", clock, retention={"min_age_seconds": 30 * DAY}) as store:
         store.put("k", b"one")
         with pytest.raises(BadInput, match="never shortened"):
             store.retain("k", LATER - timedelta(seconds=1))
         store.retain("k", LATER + timedelta(days=1))
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         clock.now = LATER.timestamp() + 60
         with pytest.raises(RetentionActive, match="2026-12-03T06:00:00Z"):
             store.delete("k")
@@ -125,7 +125,7 @@ def test_retention_of_the_manifest_is_extended(tmp_path: Path, clock: Clock) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gc_keeps_a_deleted_version_that_is_retained(tmp_path: Path, clock: Clock, kind: str) -> None:
     """Free nothing before the retention ends although a tombstone exists, purge included."""
-    with opened(tmp_path / "s", clock, kind) as store:
+    with open_collected(tmp_path / "s", clock, kind) as store:
         store.put("k", b"one")
         store.retain("k", LATER)
         now_us = int(clock.now * 1e6)
@@ -152,7 +152,7 @@ FORGED = {
 @pytest.mark.parametrize("forgery", FORGED)
 def test_forged_retention_record_removes_nothing(tmp_path: Path, clock: Clock, kind: str, forgery: str) -> None:
     """A record that the store's key does not authenticate keeps its version; verify names it."""
-    with opened(tmp_path / "s", clock, kind) as store:
+    with open_collected(tmp_path / "s", clock, kind) as store:
         store.put("k", b"one")
         name = store._manifests.retentions.name("default", "k", 1, 1)
         (store.root / name).write_bytes(FORGED[forgery])
@@ -170,7 +170,7 @@ def test_gc_keeps_a_deleted_version_whose_retention_is_not_known(
     tmp_path: Path, clock: Clock, kind: str, forgery: str
 ) -> None:
     """GC frees no deleted version whose retention record does not verify."""
-    with opened(tmp_path / "s", clock, kind) as store:
+    with open_collected(tmp_path / "s", clock, kind) as store:
         store.put("k", b"one")
         now_us = int(clock.now * 1e6)
         store._manifests.put_mark(Mark("default", "k", 1, 1, MarkKind.DELETED, now_us, now_us))
@@ -187,7 +187,7 @@ def test_gc_keeps_a_deleted_version_whose_retention_is_not_known(
 def test_record_never_shortens_the_retention_of_its_manifest(tmp_path: Path, clock: Clock) -> None:
     """Apply the later time of manifest and record; a record since the listing counts."""
     earlier_us, later_us = (int(time.timestamp() * 1e6) for time in (START + timedelta(days=1), LATER))
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         store.put("k", b"one")
         manifest, retentions = store._manifests.get("default", "k", 1), store._manifests.retentions
         retentions.write(RetentionRecord("default", "k", 1, 1, 1, earlier_us))
@@ -209,13 +209,13 @@ def test_extension_cut_short_is_repeated(tmp_path: Path, clock: Clock, point: st
 
     It holds or does not, listings agree, the repeat succeeds.
     """
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         store.put("k", b"one")
         failpoints.arm(f"{point}:1:error")
         with pytest.raises(StoreUnavailable, match="failpoint"):
             store.retain("k", LATER)
         assert failpoints.disarm()[point] == 1
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         expected = LATER if point == "retention.recorded" else None
         assert [info.retain_until for info in store.versions()] == [expected]
         assert store.retain("k", LATER).retain_until == LATER
@@ -225,7 +225,7 @@ def test_extension_cut_short_is_repeated(tmp_path: Path, clock: Clock, point: st
 
 def test_gc_cut_short_removes_the_record_later(tmp_path: Path, clock: Clock) -> None:
     """GC that died between a version's retention record and its marks goes on in the next run."""
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         store.put("k", b"one")
         store.retain("k", LATER)
         store.retain("k", LATER + timedelta(days=1))
@@ -237,7 +237,7 @@ def test_gc_cut_short_removes_the_record_later(tmp_path: Path, clock: Clock) -> 
             store.gc()
         failpoints.disarm()
         assert len(records(store.root)) == 1
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         store.gc()
         assert records(store.root) == []
         assert store.verify().damage == ()
@@ -246,10 +246,10 @@ def test_gc_cut_short_removes_the_record_later(tmp_path: Path, clock: Clock) -> 
 def test_acknowledged_extension_survives_a_power_cut(tmp_path: Path, clock: Clock) -> None:
     """Keep an acknowledged extension in every state of the disk after a power cut."""
     root = tmp_path / "s"
-    with opened(root, clock) as store:
+    with open_collected(root, clock) as store:
         store.put("k", b"one")
     before = read_tree(root)
-    with recording(root) as layer, opened(root, clock) as store:
+    with recording(root) as layer, open_collected(root, clock) as store:
         store.retain("k", LATER)
         layer.note("acknowledged")
     steps = list(layer.steps)
@@ -262,6 +262,6 @@ def test_acknowledged_extension_survives_a_power_cut(tmp_path: Path, clock: Cloc
     for world, tree in enumerate(disk.worlds()):
         place = tmp_path / f"world{world}"
         lay_tree(place, tree)
-        with opened(place, clock) as store, pytest.raises(RetentionActive):
+        with open_collected(place, clock) as store, pytest.raises(RetentionActive):
             store.delete("k")
     assert world >= 0

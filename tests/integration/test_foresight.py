@@ -44,12 +44,12 @@ def stored(root: Path, *changes: Mapping[str, object]) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
+def history(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
     root = tmp_path_factory.mktemp("foresight") / "s"
     return root, stored(root)
 
 
-def opened(root: Path, cache_bytes: int, version: int, start: int = 0, stop: int | None = None) -> VersionReader:
+def open_blob(root: Path, cache_bytes: int, version: int, start: int = 0, stop: int | None = None) -> VersionReader:
     """Return a version of a store whose cache of blocks holds so much."""
     with open_store(root, settings=settings(SMALL, BLOCKS), read_only=True) as store:
         of = store.get("k", version)
@@ -65,44 +65,46 @@ def decoded(blob: VersionReader) -> int:
     return blob.costs.blocks_decoded
 
 
-def gives_up(root: Path, newest: bytes) -> bool:
+def evicts_hinted_blocks(root: Path, newest: bytes) -> bool:
     """Return whether a restore of the newest version through a small cache gives blocks up."""
-    blob = opened(root, 2_000_000, VERSIONS)
+    blob = open_blob(root, 2_000_000, VERSIONS)
     assert b"".join(blob.pieces()) == newest
     return bool(blob._source.blocks._given_up)
 
 
-def test_used_memory_is_reused_decoding_once(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_memory_is_reused_decoding_once(
+    history: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reuse the memory of blocks that are not needed again; decode nothing twice."""
-    root, versions = made
-    everything = opened(root, 256 * MIB, VERSIONS)
+    root, versions = history
+    everything = open_blob(root, 256 * MIB, VERSIONS)
     each_once = decoded(everything)
     total_bytes = everything._source.blocks.used_bytes
-    foreseen, plain = opened(root, total_bytes * 4 // 5, VERSIONS), opened(root, total_bytes * 4 // 5, VERSIONS)
+    foreseen, plain = open_blob(root, total_bytes * 4 // 5, VERSIONS), open_blob(root, total_bytes * 4 // 5, VERSIONS)
     assert decoded(foreseen) == each_once
     assert foreseen._source.blocks.used_bytes < total_bytes * 0.6
     monkeypatch.setattr(restore, "HINTED_SHARE", 0)
     assert decoded(plain) == each_once
     assert plain._source.blocks.used_bytes > total_bytes * 0.75
-    assert b"".join(opened(root, total_bytes // 3, VERSIONS).pieces()) == versions[-1]
+    assert b"".join(open_blob(root, total_bytes // 3, VERSIONS).pieces()) == versions[-1]
 
 
-def test_unneeded_blocks_make_room(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unneeded_blocks_make_room(history: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Evict blocks that no batch needs any more to make room."""
-    root, versions = made
-    blob = opened(root, 8_500_000, 1)
+    root, versions = history
+    blob = open_blob(root, 8_500_000, 1)
     assert b"".join(blob.pieces()) == versions[0]
     assert blob._source.blocks.used_bytes < 6_000_000, "two batches of three"
     monkeypatch.setattr(restore, "HINTED_SHARE", 0)
-    blob = opened(root, 8_500_000, 1)
+    blob = open_blob(root, 8_500_000, 1)
     assert b"".join(blob.pieces()) == versions[0]
     assert blob._source.blocks.used_bytes > 8_000_000
 
 
 @pytest.mark.parametrize("why", ["all fits", "others restore"])
-def test_blocks_others_may_need_stay(made: tuple[Path, list[bytes]], why: str) -> None:
-    root, versions = made
-    blob = opened(root, 32 * MIB if why == "all fits" else 8_500_000, 1)
+def test_blocks_others_may_need_stay(history: tuple[Path, list[bytes]], why: str) -> None:
+    root, versions = history
+    blob = open_blob(root, 32 * MIB if why == "all fits" else 8_500_000, 1)
     with ExitStack() as others:
         if why == "others restore":
             others.enter_context(blob._source.restores.register())
@@ -119,51 +121,51 @@ def test_blocks_others_may_need_stay(made: tuple[Path, list[bytes]], why: str) -
     ("start", "stop"), [(0, 8_900_000), (1, 5_000_000), (4_100_000, 8_900_001), (MIB * 4, MIB * 8)]
 )
 def test_ranges_are_restored_unchanged(
-    made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch, horizon: int, start: int, stop: int
+    history: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch, horizon: int, start: int, stop: int
 ) -> None:
-    root, versions = made
+    root, versions = history
     monkeypatch.setattr(module, "HORIZON_PLANS", horizon)
     for version in (1, VERSIONS):
-        assert b"".join(opened(root, 2_000_000, version, start, stop).pieces()) == versions[version - 1][start:stop]
+        assert b"".join(open_blob(root, 2_000_000, version, start, stop).pieces()) == versions[version - 1][start:stop]
 
 
 def test_delta_chains_are_not_hinted(tmp_path: Path) -> None:
     """Make no hints for chains of deltas, and evict nothing for them."""
     versions = stored(tmp_path / "s", XDELTA)
-    assert not gives_up(tmp_path / "s", versions[-1])
+    assert not evicts_hinted_blocks(tmp_path / "s", versions[-1])
 
 
 @pytest.mark.parametrize("bound", ["HELD_MAX", "BASES_MAX", "KEYS_MAX"])
 def test_too_many_blocks_or_bases_are_not_hinted(
-    made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch, bound: str
+    history: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    root, versions = made
-    assert gives_up(root, versions[-1])
+    root, versions = history
+    assert evicts_hinted_blocks(root, versions[-1])
     monkeypatch.setattr(module, bound, 20)
-    assert not gives_up(root, versions[-1])
+    assert not evicts_hinted_blocks(root, versions[-1])
 
 
 def test_containers_that_are_looked_into_again_give_the_same(
-    made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch
+    history: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, versions = made
-    often = opened(root, 12_000_000, VERSIONS)
+    root, versions = history
+    often = open_blob(root, 12_000_000, VERSIONS)
     taken = decoded(often)
     monkeypatch.setattr(module, "EDGES_MAX", 1)
-    blob = opened(root, 12_000_000, VERSIONS)
+    blob = open_blob(root, 12_000_000, VERSIONS)
     assert decoded(blob) == taken
     assert blob._source.blocks.used_bytes == often._source.blocks.used_bytes
-    assert b"".join(opened(root, 2_000_000, VERSIONS).pieces()) == versions[-1]
+    assert b"".join(open_blob(root, 2_000_000, VERSIONS).pieces()) == versions[-1]
 
 
 def test_block_of_a_later_generation_is_no_hint(
-    made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch
+    history: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Give up the hints if a GC run rewrote the container.
 
     Block numbers of the plan are stale.
     """
-    root, versions = made
+    root, versions = history
     real = EvictionHints._dependencies_in
 
     def older(self: EvictionHints, container: ContainerId) -> module._BlockDependencies:
@@ -171,37 +173,37 @@ def test_block_of_a_later_generation_is_no_hint(
         return leaning._replace(raw_bytes=leaning.raw_bytes[:1])
 
     monkeypatch.setattr(EvictionHints, "_dependencies_in", older)
-    assert not gives_up(root, versions[-1])
+    assert not evicts_hinted_blocks(root, versions[-1])
 
 
-def test_range_behind_last_segment_names_its_end(made: tuple[Path, list[bytes]]) -> None:
-    root, versions = made
+def test_range_behind_last_segment_names_its_end(history: tuple[Path, list[bytes]]) -> None:
+    root, versions = history
     size = len(versions[0])
     for start in (size - 1, size + 10):
         with pytest.raises(Corrupt, match=f"its segments end at byte {size} of"):
-            b"".join(opened(root, 2_000_000, 1, start, size + 20).pieces())
+            b"".join(open_blob(root, 2_000_000, 1, start, size + 20).pieces())
 
 
-def test_plans_of_very_many_rows_are_few(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
-    root, versions = made
-    blob = opened(root, 2_000_000, VERSIONS)
-    told = list[ReadPlan]()
+def test_plans_of_very_many_rows_are_few(history: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+    root, versions = history
+    blob = open_blob(root, 2_000_000, VERSIONS)
+    plans_read = list[ReadPlan]()
     plans = list(blob._range_plans())
     monkeypatch.setattr(plans_module, "ROWS_AHEAD_MAX", len(plans[0][1]) + len(plans[1][1]) - 1)
 
     def see(plan: ReadPlan) -> bool:
-        told.append(plan)
+        plans_read.append(plan)
         return True
 
     assert next(announce_upcoming(plans, see, 32)) == plans[0]
-    assert len(told) == 2
+    assert len(plans_read) == 2
     assert list(announce_upcoming(plans, see, 32)) == plans
     assert b"".join(blob.pieces()) == versions[-1]
 
 
 def test_deleted_container_is_reported_as_before(tmp_path: Path) -> None:
     stored(tmp_path / "s")
-    blob = opened(tmp_path / "s", 2_000_000, VERSIONS)
+    blob = open_blob(tmp_path / "s", 2_000_000, VERSIONS)
     (first, *_) = sorted(container for container, _ in blob._source.ids())
     (tmp_path / "s" / object_name(first)).unlink()
     with pytest.raises(Corrupt, match=f"{object_name(first)}: missing"):
@@ -209,10 +211,10 @@ def test_deleted_container_is_reported_as_before(tmp_path: Path) -> None:
     assert blob._source.restores.count == 0
 
 
-def test_damage_ahead_is_raised_in_order(made: tuple[Path, list[bytes]]) -> None:
+def test_damage_ahead_is_raised_in_order(history: tuple[Path, list[bytes]]) -> None:
     """Raise damage found ahead after all bytes before it."""
-    root, _ = made
-    blob = opened(root, 2_000_000, 1)
+    root, _ = history
+    blob = open_blob(root, 2_000_000, 1)
     plans = list(blob._range_plans())
     assert len(plans) > 2
 
@@ -226,19 +228,19 @@ def test_damage_ahead_is_raised_in_order(made: tuple[Path, list[bytes]]) -> None
         next(ahead)
 
 
-def test_nothing_is_planned_without_hints(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_planned_without_hints(history: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan nothing ahead without hints: plans get stale when a GC run rewrites containers."""
-    root, _ = made
-    blob = opened(root, 2_000_000, VERSIONS)
+    root, _ = history
+    blob = open_blob(root, 2_000_000, VERSIONS)
     plans, made_so_far = list(blob._range_plans()), list[int]()
 
-    def counted() -> Iterator[Placed]:
+    def record_plans() -> Iterator[Placed]:
         for number, placed in enumerate(plans):
             made_so_far.append(number)
             yield placed
 
     monkeypatch.setattr(module, "HELD_MAX", 0)
-    ahead = EvictionHints(blob._source).track_plans(counted())
+    ahead = EvictionHints(blob._source).track_plans(record_plans())
     for number in range(len(plans)):
         assert next(ahead) == plans[number]
         assert len(made_so_far) == number + 1
@@ -274,10 +276,12 @@ def test_plan_before_a_gc_run_is_made_again(tmp_path: Path) -> None:
         assert found + b"".join(pieces) == bytes(content)
 
 
-def test_plan_across_generations_is_made_again(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_across_generations_is_made_again(
+    history: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Plan again if another thread caches a later generation while the plan is made."""
-    root, _ = made
-    source = opened(root, 2_000_000, 1)._source
+    root, _ = history
+    source = open_blob(root, 2_000_000, 1)._source
     container = min(container for container, _ in source.ids())
     count = len(source.directory(container).chunks)
     last = Locations(np.array([container], np.uint64), np.array([count - 1], np.uint32))

@@ -21,7 +21,7 @@ DOMAIN, MAP_BYTES = b"d" * 8, 1 << 26
 TABLES = ("chunks", "features", "segments", "containers")
 
 
-def filled(root: Path) -> Path:
+def fill_store(root: Path) -> Path:
     content = text_like(400_000, 1)
     with open_store(root, settings=CHOSEN, create=True) as store:
         for number in range(3):
@@ -38,7 +38,7 @@ def unwanted(index: LmdbIndex) -> tuple[dict[int, np.ndarray | None], dict[int, 
 
 
 def test_looked_up_removal_equals_a_scan(tmp_path: Path) -> None:
-    folder = filled(tmp_path / "s")
+    folder = fill_store(tmp_path / "s")
     shutil.copytree(folder, tmp_path / "other")
     index, other = LmdbIndex(folder, DOMAIN, MAP_BYTES), LmdbIndex(tmp_path / "other", DOMAIN, MAP_BYTES)
     chunks, segments, containers = unwanted(index)
@@ -55,7 +55,7 @@ def test_looked_up_removal_equals_a_scan(tmp_path: Path) -> None:
 
 def test_only_named_entries_are_removed(tmp_path: Path) -> None:
     """Remove of the looked-up entries only the named ones."""
-    index = LmdbIndex(filled(tmp_path / "s"), DOMAIN, MAP_BYTES)
+    index = LmdbIndex(fill_store(tmp_path / "s"), DOMAIN, MAP_BYTES)
     chunks, segments, _ = unwanted(index)
     found, before = index.look_up(chunks, segments), index.entries()
     index.withdraw({}, segments, (), found)
@@ -66,7 +66,7 @@ def test_only_named_entries_are_removed(tmp_path: Path) -> None:
 
 def test_container_published_meanwhile_is_scanned(tmp_path: Path) -> None:
     """Scan if a container was published meanwhile, for example that of a crashed writer."""
-    folder = filled(tmp_path / "s")
+    folder = fill_store(tmp_path / "s")
     index = LmdbIndex(folder, DOMAIN, MAP_BYTES)
     chunks, segments, containers = unwanted(index)
     entries = index.entries()
@@ -86,7 +86,7 @@ def test_container_published_meanwhile_is_scanned(tmp_path: Path) -> None:
 
 
 def test_replaced_index_is_looked_up_again(tmp_path: Path) -> None:
-    folder = filled(tmp_path / "s")
+    folder = fill_store(tmp_path / "s")
     index = LmdbIndex(folder, DOMAIN, MAP_BYTES)
     chunks, segments, containers = unwanted(index)
     index.withdraw(chunks, segments, containers)

@@ -86,11 +86,11 @@ def fleet(tmp_path: Path, s3_objects: S3ObjectStore, redis: Redis, key_prefix: s
 @pytest.mark.soak
 def test_old_data_is_merged_and_deleted(fleet: Deployed) -> None:
     """Merge blocks that are old enough; delete them with their versions."""
-    rounds, before = fleet.make_gc_worker(gc=GATHERING), fleet.stored_bytes()
-    assert rounds.run_once() is not None
+    worker, before = fleet.make_gc_worker(gc=GATHERING), fleet.stored_bytes()
+    assert worker.run_once() is not None
     assert fleet.blocks() == (0, 0)  # their versions might be in flight
     fleet.later()
-    report = rounds.run_once()
+    report = worker.run_once()
     assert report is not None
     whole, references = fleet.blocks()
     assert whole > 0
@@ -98,18 +98,18 @@ def test_old_data_is_merged_and_deleted(fleet: Deployed) -> None:
     assert report.containers_rewritten > 1
     fleet.check()
     fleet.now += 3601
-    assert rounds.run_once() is not None
+    assert worker.run_once() is not None
     assert fleet.stored_bytes() < 0.8 * before
     fleet.check()
     for going in (VERSIONS[:6], VERSIONS[6:-1], VERSIONS[-1:]):
-        held = fleet.stored_bytes()
+        stored_before = fleet.stored_bytes()
         for number in going:
             fleet.delete(number)
         for _ in range(4):
             fleet.now += 3601
-            assert rounds.run_once() is not None
+            assert worker.run_once() is not None
             fleet.check()
-        assert fleet.stored_bytes() < held
+        assert fleet.stored_bytes() < stored_before
     assert not list(fleet.containers(fleet.objects).ids())
 
 

@@ -201,16 +201,16 @@ def test_open_reader_follows_appended_chunks(store: Store, clock: Clock) -> None
 def test_long_history_shrinks_without_depth(store: Store, clock: Clock) -> None:
     """Store a long history in clearly fewer bytes; no chunk gets deeper."""
     put(store, EVERY)
-    before, deep = stored_bytes(store.root), depths(store)
-    told = store.gc(dry_run=True)
+    before, depths_before = stored_bytes(store.root), depths(store)
+    predicted = store.gc(dry_run=True)
     report = store.gc()
-    assert report.containers_rewritten == told.containers_rewritten > 1
-    assert report.freed_bytes == told.freed_bytes == before - stored_bytes(store.root) > before // 20
+    assert report.containers_rewritten == predicted.containers_rewritten > 1
+    assert report.freed_bytes == predicted.freed_bytes == before - stored_bytes(store.root) > before // 20
     whole, refer = blocks(store)
     assert whole
     assert refer > whole
     for container, now in depths(store).items():
-        old = deep[container]
+        old = depths_before[container]
         assert np.all(now[: len(old)] <= old)
         assert int(now.max(initial=0)) <= 3
     check(store, EVERY)
@@ -272,13 +272,13 @@ def test_version_counts_are_unchanged_by_merges(store: Store) -> None:
 def test_explained_shares_add_up_after_a_merge(store: Store) -> None:
     put(store, EVERY)
     store.gc()
-    told = [store.explain("k", number) for number in EVERY]
-    explained = [chunk for one in told for segment in one.segments for chunk in segment.chunks]
+    explanations = [store.explain("k", number) for number in EVERY]
+    explained = [chunk for one in explanations for segment in one.segments for chunk in segment.chunks]
     assert "reference" in {chunk.found_by for chunk in explained}
     stats = store.stats()
     shares = sum(chunk.stored_estimate_bytes for chunk in explained)
     assert 0.97 * stats.ledger.block_bytes < shares <= stats.ledger.block_bytes
-    assert sum(sum(one.found_by.values()) for one in told) == sum(stats.found_by.values())
+    assert sum(sum(one.found_by.values()) for one in explanations) == sum(stats.found_by.values())
 
 
 @pytest.mark.soak
@@ -339,10 +339,10 @@ def reach_of(store: Store) -> LiveSet:
     return LiveSet(store._containers.of(None), store._manifests, names)
 
 
-def planned(store: Store, young: int = 0) -> MergePlan | None:
+def plan_of(store: Store, recent_count: int = 0) -> MergePlan | None:
     """Return the merge plan if so many of the oldest containers are recent."""
     ids = sorted(container for container, _ in store._containers.ids())
-    return plan_merge(reach_of(store), ids, ids[:young], MergeBounds(3, 1 << 20, 1 << 17, 1 << 16, 2))
+    return plan_merge(reach_of(store), ids, ids[:recent_count], MergeBounds(3, 1 << 20, 1 << 17, 1 << 16, 2))
 
 
 def sources(found: MergePlan) -> dict[int, set[int]]:
@@ -354,11 +354,11 @@ def sources(found: MergePlan) -> dict[int, set[int]]:
 def test_recent_containers_do_not_take_part(store: Store) -> None:
     """Neither merge into recent containers nor from them."""
     put(store, EVERY)
-    found = planned(store)
+    found = plan_of(store)
     assert found is not None
     assert found.merge_targets(found.containers[0])
-    assert planned(store, young=len(found.containers)) is None
-    others = planned(store, young=3)
+    assert plan_of(store, recent_count=len(found.containers)) is None
+    others = plan_of(store, recent_count=3)
     assert others is not None
     assert not any(others.merge_targets(container) for container in others.containers[:3])
     assert not set().union(*sources(others).values()) & set(others.containers[:3])
@@ -367,9 +367,9 @@ def test_recent_containers_do_not_take_part(store: Store) -> None:
 def test_plan_bounds_its_reference_blocks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan no more reference blocks than a GC run may hold."""
     put(store, EVERY)
-    whole = planned(store)
+    whole = plan_of(store)
     monkeypatch.setattr(merge_planner, "REFERENCES_MAX", 20)
-    some = planned(store)
+    some = plan_of(store)
     assert whole is not None
     assert some is not None
     assert 0 < sum(map(len, sources(some).values())) <= 20 < sum(map(len, sources(whole).values()))
@@ -424,8 +424,8 @@ def test_too_few_changed_versions_merge_nothing(tmp_path: Path, clock: Clock, ve
     chosen = settings(GATHERED, {"gc": {"merge_versions_min": 11, "recompress_level": 0}})
     with open_store(tmp_path / "few", settings=chosen, clock=clock, create=True) as store:
         put(store, range(1, versions + 1))
-        told = store.gc()
-        assert (blocks(store)[0] > 0) == (told.containers_rewritten > 0) == (versions > 11)
+        predicted = store.gc()
+        assert (blocks(store)[0] > 0) == (predicted.containers_rewritten > 0) == (versions > 11)
         check(store, range(1, versions + 1))
 
 

@@ -34,9 +34,9 @@ DELETION_SETS = 100 if "EVERY_SET" in os.environ else 30
 """Number of deletion sets whose reclaim is predicted."""
 
 
-def test_gc_without_deletions_only_recompresses(opened: Callable[[], Store], clock: Clock) -> None:
+def test_gc_without_deletions_only_recompresses(reopen: Callable[[], Store], clock: Clock) -> None:
     """Free nothing without deletions but what a deeper search saves."""
-    store = opened()
+    store = reopen()
     content = text_like(600_000, 1)
     for edits in (0, 20, 40):
         store.put("k", mutate(content, 1, edits=edits))
@@ -46,8 +46,8 @@ def test_gc_without_deletions_only_recompresses(opened: Callable[[], Store], clo
     assert objects(store.root) == before
 
 
-def test_unneeded_data_is_freed_rest_restores(opened: Callable[[], Store], clock: Clock) -> None:
-    store = opened()
+def test_unneeded_data_is_freed_rest_restores(reopen: Callable[[], Store], clock: Clock) -> None:
+    store = reopen()
     kept = text_like(600_000, 1)
     store.put("kept", kept)
     alone = stored_bytes(store.root)
@@ -63,13 +63,13 @@ def test_unneeded_data_is_freed_rest_restores(opened: Callable[[], Store], clock
 
 @pytest.mark.parametrize("instead", ["empty", "file", "link"])
 def test_gc_run_with_missing_manifests_is_refused(
-    opened: Callable[[], Store], clock: Clock, instead: str, tmp_path: Path
+    reopen: Callable[[], Store], clock: Clock, instead: str, tmp_path: Path
 ) -> None:
     """Refuse a GC run if manifests are missing.
 
     Their disk is not mounted, and the index is lost.
     """
-    store = opened()
+    store = reopen()
     content = random_bytes(300_000, 1)
     store.put("k", content)
     store.close()
@@ -82,7 +82,7 @@ def test_gc_run_with_missing_manifests_is_refused(
         (store.root / "manifests").write_bytes(b"")
     else:
         (store.root / "manifests").symlink_to(tmp_path / "nowhere")
-    store = opened()
+    store = reopen()
     clock.now = time.time()  # containers are named by this one
     for _ in range(3):
         clock.now += 7 * DAY
@@ -94,12 +94,12 @@ def test_gc_run_with_missing_manifests_is_refused(
     store.close()
     (store.root / "manifests").rmdir() if instead == "empty" else (store.root / "manifests").unlink()
     kept.rename(store.root / "manifests")
-    assert opened().get("k").read() == content
+    assert reopen().get("k").read() == content
 
 
-def test_first_put_unfinished_blocks_no_gc_run(opened: Callable[[], Store], clock: Clock) -> None:
+def test_first_put_unfinished_blocks_no_gc_run(reopen: Callable[[], Store], clock: Clock) -> None:
     """Run GC although the first put is in progress or has failed."""
-    store = opened()
+    store = reopen()
     clock.now = time.time()  # containers are named by this one
     seen = []
 
@@ -126,10 +126,10 @@ def test_first_put_unfinished_blocks_no_gc_run(opened: Callable[[], Store], cloc
 
 
 @pytest.mark.parametrize("now", [-1.0, 253_402_300_800.0 + DAY])
-def test_clock_out_of_range_marks_nothing(opened: Callable[[], Store], clock: Clock, now: float) -> None:
+def test_clock_out_of_range_marks_nothing(reopen: Callable[[], Store], clock: Clock, now: float) -> None:
     """Mark nothing for deletion by a clock that no record can express."""
     good = clock.now
-    with opened() as store:
+    with reopen() as store:
         store.put("a", random_bytes(100_000, 1))
         store.delete("a")
         clock.now = now
@@ -140,9 +140,9 @@ def test_clock_out_of_range_marks_nothing(opened: Callable[[], Store], clock: Cl
         assert (store.gc().versions, store.gc_state().pending_delete_containers) == (1, 1)
 
 
-def test_undeletable_data_is_not_freed(opened: Callable[[], Store], clock: Clock) -> None:
+def test_undeletable_data_is_not_freed(reopen: Callable[[], Store], clock: Clock) -> None:
     """Free nothing while it can be undeleted."""
-    store = opened()
+    store = reopen()
     content = random_bytes(500_000, 1)
     store.put("k", content)
     store.delete("k")
@@ -154,8 +154,8 @@ def test_undeletable_data_is_not_freed(opened: Callable[[], Store], clock: Clock
     assert store.get("k").read() == content
 
 
-def test_pending_delete_waits_for_its_grace(opened: Callable[[], Store], clock: Clock) -> None:
-    store = opened()
+def test_pending_delete_waits_for_its_grace(reopen: Callable[[], Store], clock: Clock) -> None:
+    store = reopen()
     store.put("k", random_bytes(500_000, 1))
     store.delete("k")
     clock.now += 8 * DAY
@@ -176,9 +176,9 @@ def test_pending_delete_waits_for_its_grace(opened: Callable[[], Store], clock: 
         store.get("k", 1)
 
 
-def test_pending_content_put_again_is_restored(opened: Callable[[], Store], clock: Clock) -> None:
+def test_pending_content_put_again_is_restored(reopen: Callable[[], Store], clock: Clock) -> None:
     """Store content again that is pending delete."""
-    store = opened()
+    store = reopen()
     content = random_bytes(500_000, 1)
     store.put("k", content)
     store.delete("k")
@@ -190,8 +190,8 @@ def test_pending_content_put_again_is_restored(opened: Callable[[], Store], cloc
 
 
 @pytest.mark.parametrize("how", ["rebuilt", "lost"])
-def test_rebuilt_index_omits_pending_deletes(opened: Callable[[], Store], clock: Clock, how: str) -> None:
-    store = opened()
+def test_rebuilt_index_omits_pending_deletes(reopen: Callable[[], Store], clock: Clock, how: str) -> None:
+    store = reopen()
     content = random_bytes(500_000, 1)
     store.put("k", content)
     store.delete("k")
@@ -202,18 +202,18 @@ def test_rebuilt_index_omits_pending_deletes(opened: Callable[[], Store], clock:
     else:
         store.close()
         shutil.rmtree(store.root / "index")
-        store = opened()
+        store = reopen()
     assert store.put("again", content).ledger.unique_bytes == len(content)
     collect_repeatedly(store, clock)
     assert store.get("again").read() == content
 
 
-def test_rebuilt_index_counts_pending_deletes(opened: Callable[[], Store], clock: Clock) -> None:
+def test_rebuilt_index_counts_pending_deletes(reopen: Callable[[], Store], clock: Clock) -> None:
     """Count pending deletes as the index before the rebuild did."""
-    store = opened()
+    store = reopen()
     store.put("gone", random_bytes(500_000, 1))
     store.close()
-    store = opened()  # another container
+    store = reopen()  # another container
     store.put("kept", random_bytes(200_000, 2))
     store.delete("gone")
     clock.now += 8 * DAY
@@ -227,8 +227,8 @@ def test_rebuilt_index_counts_pending_deletes(opened: Callable[[], Store], clock
     assert store.verify().damage == ()
 
 
-def test_bases_stay_while_a_version_needs_them(opened: Callable[[], Store], clock: Clock) -> None:
-    store = opened()
+def test_bases_stay_while_a_version_needs_them(reopen: Callable[[], Store], clock: Clock) -> None:
+    store = reopen()
     first = text_like(900_000, 1)
     store.put("k", first)
     second = mutate(first, 5, edits=300)
@@ -240,8 +240,8 @@ def test_bases_stay_while_a_version_needs_them(opened: Callable[[], Store], cloc
     assert store.gc(dry_run=True).held["bases"] > 0
 
 
-def test_another_tenants_versions_are_roots(opened: Callable[[], Store], clock: Clock, tmp_path: Path) -> None:
-    store = opened()
+def test_another_tenants_versions_are_roots(reopen: Callable[[], Store], clock: Clock, tmp_path: Path) -> None:
+    store = reopen()
     store.put("k", random_bytes(300_000, 1))
     store.close()
     content = random_bytes(300_000, 2)
@@ -249,7 +249,7 @@ def test_another_tenants_versions_are_roots(opened: Callable[[], Store], clock: 
         tmp_path / "s", settings=settings(COLLECTED, {"tenant": "other"}), clock=clock, create=True
     ) as other:
         other.put("k", content)
-    store = opened()
+    store = reopen()
     store.delete("k")
     clock.now += 8 * DAY
     assert collect_repeatedly(store, clock) > 300_000
@@ -262,22 +262,24 @@ def test_another_tenants_versions_are_roots(opened: Callable[[], Store], clock: 
 
 @pytest.mark.parametrize("mode", ["mark-sweep", pytest.param("hybrid", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
-    ("what", "problem"),
+    ("target", "problem"),
     [
         ("containers", r"one of the 200000 containers that it names: containers/.*: missing"),
         ("segments", rf"names segment {ROWS_MAX - 1} of containers/.*, which has [0-9]+"),
         ("above", r"names segment 1[0-9]{3} of containers/.*, which has [0-9]+"),
     ],
 )
-def test_manifest_with_wild_counts_is_refused(tmp_path: Path, clock: Clock, what: str, problem: str, mode: str) -> None:
+def test_manifest_with_wild_counts_is_refused(
+    tmp_path: Path, clock: Clock, target: str, problem: str, mode: str
+) -> None:
     """Take no memory for a manifest that names more than exists; free nothing."""
     with open_store(
         tmp_path / "s", settings=settings(COLLECTED, {"gc": {"mode": mode}}), clock=clock, create=True
     ) as store:
-        _refused(store, clock, what, problem)
+        _refused(store, clock, target, problem)
 
 
-def _refused(store: Store, clock: Clock, what: str, problem: str) -> None:
+def _refused(store: Store, clock: Clock, target: str, problem: str) -> None:
     kept = random_bytes(300_000, 1)
     for number in range(40):
         store.put(f"kept{number}", random_bytes(20_000, 100 + number))
@@ -285,10 +287,10 @@ def _refused(store: Store, clock: Clock, what: str, problem: str) -> None:
     store.put("gone", random_bytes(300_000, 2))
     store.delete("gone")
     clock.now += 8 * DAY
-    there = sorted(container for container, _ in store._containers.ids())
-    assert len(there) > 40
-    named = np.arange(5 << 40, (5 << 40) + 200_000) if what == "containers" else np.array(there)
-    segment = {"containers": 0, "segments": ROWS_MAX - 1, "above": 1999}[what]
+    ids = sorted(container for container, _ in store._containers.ids())
+    assert len(ids) > 40
+    named = np.arange(5 << 40, (5 << 40) + 200_000) if target == "containers" else np.array(ids)
+    segment = {"containers": 0, "segments": ROWS_MAX - 1, "above": 1999}[target]
     hostile = Manifest(
         "default",
         "hostile",
@@ -317,8 +319,8 @@ def _refused(store: Store, clock: Clock, what: str, problem: str) -> None:
     assert peak_bytes < 100_000_000
     damage = {found.object_name: found for found in store.verify().damage}
     assert ("hostile", 1) in {version for found in damage.values() for version in found.versions}
-    assert len(damage) <= len(there) + 1  # the index, which does not list it
-    if what == "containers":
+    assert len(damage) <= len(ids) + 1  # the index, which does not list it
+    if target == "containers":
         assert damage[name].problem == f"{name}: names 200000 containers that do not exist"
     assert containers(store.root) == before
     assert store.get("kept").read() == kept
@@ -327,17 +329,17 @@ def _refused(store: Store, clock: Clock, what: str, problem: str) -> None:
     assert store.get("kept").read() == kept
 
 
-@pytest.mark.parametrize("what", ["container", "manifest"])
-def test_unreadable_live_data_stops_marking(opened: Callable[[], Store], clock: Clock, what: str) -> None:
+@pytest.mark.parametrize("target", ["container", "manifest"])
+def test_unreadable_live_data_stops_marking(reopen: Callable[[], Store], clock: Clock, target: str) -> None:
     """Mark nothing for deletion while data that a version needs cannot be read."""
-    store = opened()
+    store = reopen()
     store.put("broken", random_bytes(300_000, 1))
-    broken = containers(store.root)[0] if what == "container" else manifests(store.root)[0]
+    broken = containers(store.root)[0] if target == "container" else manifests(store.root)[0]
     store.put("gone", random_bytes(300_000, 2))
     store.delete("gone")
     clock.now += 8 * DAY
     flip(broken, broken.stat().st_size - 20)
-    store = opened()
+    store = reopen()
     before = stored_bytes(store.root)
     with pytest.raises(Corrupt, match="nothing is freed"):
         store.gc(dry_run=True)
@@ -356,9 +358,9 @@ def test_unreadable_live_data_stops_marking(opened: Callable[[], Store], clock: 
     assert store.verify().damage == ()
 
 
-def test_gc_after_service_puts_is_refused(opened: Callable[[], Store], clock: Clock) -> None:
+def test_gc_after_service_puts_is_refused(reopen: Callable[[], Store], clock: Clock) -> None:
     """Refuse GC over objects of services unless the setting states that they have ended."""
-    store = opened()
+    store = reopen()
     store.put("gone", random_bytes(300_000, 1))
     store.put("k", b"theirs")
     manifest = store._manifests.get("default", "k", 1)
@@ -417,14 +419,14 @@ def test_stored_bytes_after_a_killed_gc_run(tmp_path: Path, point: str) -> None:
     kill_during_gc(root, chosen, point, 1)
     with open_store(root, settings=settings(COLLECTED, chosen), create=True) as store:
         for _ in range(2):
-            told = store.stats()
-            assert told.ledger.stored_bytes == sum(told.parts.values()) == stored_bytes(root)
-            assert min(told.parts.values()) >= 0
+            stats = store.stats()
+            assert stats.ledger.stored_bytes == sum(stats.parts.values()) == stored_bytes(root)
+            assert min(stats.parts.values()) >= 0
             store.gc()
 
 
-def test_unreadable_tombstone_keeps_its_version(opened: Callable[[], Store], clock: Clock) -> None:
-    store = opened()
+def test_unreadable_tombstone_keeps_its_version(reopen: Callable[[], Store], clock: Clock) -> None:
+    store = reopen()
     store.put("k", random_bytes(300_000, 1))
     store.delete("k")
     (mark,) = (store.root / "manifests").rglob("*.nkt")
@@ -437,9 +439,9 @@ def test_unreadable_tombstone_keeps_its_version(opened: Callable[[], Store], clo
     assert stored_bytes(store.root) == before
 
 
-def test_last_tombstone_of_a_key_stays(opened: Callable[[], Store], clock: Clock) -> None:
+def test_last_tombstone_of_a_key_stays(reopen: Callable[[], Store], clock: Clock) -> None:
     """Keep the last tombstone of a key's highest version until a higher one is put."""
-    store = opened()
+    store = reopen()
     for number in range(3):
         store.put("k", random_bytes(1000, number))
     store.delete("k", 1)
@@ -455,8 +457,8 @@ def test_last_tombstone_of_a_key_stays(opened: Callable[[], Store], clock: Clock
     assert store.stats().ledger.stored_bytes == stored_bytes(store.root)
 
 
-def test_gc_run_during_a_put_is_refused(opened: Callable[[], Store]) -> None:
-    store = opened()
+def test_gc_run_during_a_put_is_refused(reopen: Callable[[], Store]) -> None:
+    store = reopen()
     putting = store.put_many([("a", b"1"), ("b", b"2")])
     next(putting)
     with pytest.raises(StoreLocked):
@@ -465,9 +467,9 @@ def test_gc_run_during_a_put_is_refused(opened: Callable[[], Store]) -> None:
     assert store.gc().freed_bytes == 0
 
 
-def test_clock_ahead_restarts_the_grace(tmp_path: Path, clock: Clock, opened: Callable[[], Store]) -> None:
+def test_clock_ahead_restarts_the_grace(tmp_path: Path, clock: Clock, reopen: Callable[[], Store]) -> None:
     """Restart the grace of data marked for deletion by a clock ahead."""
-    opened()
+    reopen()
     trusting = settings(COLLECTED, {"gc": {"trust_clock": True}})  # else a GC run by such a clock is refused
     store = open_store(tmp_path / "s", settings=trusting, clock=clock)
     store.put("k", random_bytes(300_000, 1))
@@ -504,15 +506,16 @@ def test_predicted_reclaim_equals_freed_bytes(tmp_path: Path, monkeypatch: pytes
             for key, number in going:
                 store.delete(key, number)
             clock.now += 8 * DAY
-            told, before = store.gc(dry_run=True), stored_bytes(root)
+            predicted, before = store.gc(dry_run=True), stored_bytes(root)
             done = store.gc()
-            assert before - stored_bytes(root) == told.freed_bytes == done.freed_bytes
+            assert before - stored_bytes(root) == predicted.freed_bytes == done.freed_bytes
             clock.now += DAY
             before = stored_bytes(root)
             store.gc()
-            condemned = sum(len(data) for name, data in objects(root).items() if name.startswith("gc/"))
+            record_bytes = sum(len(data) for name, data in objects(root).items() if name.startswith("gc/"))
             assert (
-                before - stored_bytes(root) + max(0, condemned - EMPTY_BYTES - MAC_BYTES) == told.pending_delete_bytes
+                before - stored_bytes(root) + max(0, record_bytes - EMPTY_BYTES - MAC_BYTES)
+                == predicted.pending_delete_bytes
             )
             for key, number in draw.sample(sorted(contents.keys() - set(going)), min(2, len(contents) - len(going))):
                 assert store.get(key, number).read() == contents[key, number]
@@ -522,12 +525,12 @@ def test_predicted_reclaim_equals_freed_bytes(tmp_path: Path, monkeypatch: pytes
 
 
 def test_clock_set_back_reuses_no_container_id(
-    opened: Callable[[], Store], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    reopen: Callable[[], Store], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A year's step back gave each new container the number after the highest that was left."""
     real, ahead_ns = time.time_ns, [365 * DAY * 10**9]
     monkeypatch.setattr(time, "time_ns", lambda: real() + ahead_ns[0])
-    store = opened()
+    store = reopen()
     contents = [random_bytes(50_000, number) for number in range(6)]
     store.put("first", contents[0])
     ahead_ns[0] = 0

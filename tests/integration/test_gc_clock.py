@@ -37,12 +37,12 @@ def clock() -> Clock:
     return Clock(START)
 
 
-def opened(root: Path, clock: Clock, **gc: object) -> Store:
+def open_collected(root: Path, clock: Clock, **gc: object) -> Store:
     changes = {"gc": {"grace_seconds": 0, **gc}, "deletion": {"undelete_seconds": 0}}
     return open_store(root, settings=with_changes(Settings(), changes), clock=clock, create=True)
 
 
-def shown(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
@@ -53,12 +53,12 @@ def container(seconds: float) -> int:
 
 def test_gc_refuses_a_clock_far_ahead(tmp_path: Path, clock: Clock) -> None:
     """Refuse the run by a clock a year ahead, which would free recent deletions."""
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         store.put("k", b"x" * 1000)
         store.delete("k")
         clock.now += YEAR
-        day = f"(?:{shown(START)[:10]}|{shown(START + DAY)[:10]})"
-        match = rf"clock shows {shown(START + YEAR)}, and between {day}.*gc.trust_clock"
+        day = f"(?:{format_time(START)[:10]}|{format_time(START + DAY)[:10]})"
+        match = rf"clock shows {format_time(START + YEAR)}, and between {day}.*gc.trust_clock"
         for attempt in (store.gc, store.purge, lambda: store.forget("", RetentionPolicy(keep_last=1))):
             with pytest.raises(ClockSkew, match=match):
                 attempt()
@@ -83,7 +83,7 @@ def test_put_before_the_first_gc_confirms_no_clock(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, record: str
 ) -> None:
     """Free nothing retained after a put by a clock 400 days ahead, without clock record."""
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         store.put("k", os.urandom(1000))
         store.retain("k", datetime.fromtimestamp(START + 300 * DAY, UTC))
         if record == "lost":
@@ -93,7 +93,7 @@ def test_put_before_the_first_gc_confirms_no_clock(
     monkeypatch.setattr(time, "time", lambda: ahead)
     monkeypatch.setattr(time, "time_ns", lambda: int(ahead * 1e9))
     clock.now = ahead
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         store.put("other", os.urandom(1000))
         assert max(int(found) >> 20 for found in store._containers.generations()) == int(ahead * 1000)
         store.delete("k")
@@ -159,7 +159,7 @@ def test_min_age_by_a_clock_behind_is_not_shortened(tmp_path: Path, clock: Clock
         store.put("new", b"two")
         expected = datetime.fromtimestamp(START + 35 * DAY, UTC)
         assert store.info("new").retain_until == expected
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         clock.now = START + 30 * DAY + 60
         with pytest.raises(RetentionActive):
             store.delete("new")
@@ -172,7 +172,7 @@ def test_old_gap_is_confirmed_once() -> None:
     """
     objects = memory_objects()
     containers = [container(START - YEAR), container(START)]
-    with pytest.raises(ClockSkew, match=rf"between {shown(START - YEAR)} and {shown(START)}"):
+    with pytest.raises(ClockSkew, match=rf"between {format_time(START - YEAR)} and {format_time(START)}"):
         check_clock(objects, containers, START + 1, GcSettings())
     check_clock(objects, containers, START + 1, GcSettings(trust_clock=True))
     check_clock(objects, containers, START + 2, GcSettings())
@@ -180,22 +180,22 @@ def test_old_gap_is_confirmed_once() -> None:
 
 def test_trusted_clock_is_recorded(tmp_path: Path, clock: Clock) -> None:
     """One run with `gc.trust_clock` confirms the clock; later ones need it no more."""
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         store.put("k", b"x")
     clock.now += YEAR
-    with opened(tmp_path / "s", clock) as store, pytest.raises(ClockSkew):
+    with open_collected(tmp_path / "s", clock) as store, pytest.raises(ClockSkew):
         store.gc()
-    with opened(tmp_path / "s", clock, trust_clock=True) as store:
+    with open_collected(tmp_path / "s", clock, trust_clock=True) as store:
         store.gc()
     clock.now += DAY
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         store.gc()
         assert store.verify().damage == ()
 
 
 def test_clock_record_is_written_once_a_day(tmp_path: Path, clock: Clock) -> None:
     """Write one record, replaced after a day; never refuse a store with regular GC runs."""
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         store.put("k", b"x")
         for _ in range(5):
             store.gc()
@@ -210,7 +210,7 @@ def test_clock_record_is_written_once_a_day(tmp_path: Path, clock: Clock) -> Non
 
 def test_forged_clock_record_counts_as_none(tmp_path: Path, clock: Clock) -> None:
     """A record that the store's key does not authenticate confirms no clock; verify names it."""
-    with opened(tmp_path / "s", clock) as store:
+    with open_collected(tmp_path / "s", clock) as store:
         store.put("k", b"x")
         name = ClockRecords(store._covered).name(7)
         path = store.root / name
@@ -255,8 +255,8 @@ def test_clock_behind_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     objects = memory_objects()
     with caplog.at_level(logging.WARNING):
         check_clock(objects, [container(START + YEAR)], START, GcSettings())
-    assert f"written at {shown(START + YEAR)}" in caplog.text
-    assert f"this clock shows {shown(START)}" in caplog.text
+    assert f"written at {format_time(START + YEAR)}" in caplog.text
+    assert f"this clock shows {format_time(START)}" in caplog.text
 
 
 def test_gc_refuses_a_clock_ahead_of_the_s3_server(s3_objects: ObjectStore) -> None:

@@ -17,7 +17,7 @@ from tests.support.data.stores import SMALL, containers, objects, settings
 CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
 
 
-def filled(root: Path) -> None:
+def fill(root: Path) -> None:
     """Store several containers that a second GC run would remove."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         for number in range(4):
@@ -29,7 +29,7 @@ def filled(root: Path) -> None:
 
 def test_paused_store_collects_once_resumed(tmp_path: Path) -> None:
     root = tmp_path / "s"
-    filled(root)
+    fill(root)
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.pauses.pause("an operator on some host")
     before = objects(root)
@@ -49,8 +49,8 @@ def test_paused_store_collects_once_resumed(tmp_path: Path) -> None:
 def test_pause_ends_a_gc_run_before_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """End a GC run before its next step; the next run does the rest."""
     root = tmp_path / "s"
-    filled(root)
-    there = len(containers(root))
+    fill(root)
+    count_before = len(containers(root))
     real = LocalObjectStore.delete
 
     def pausing(store: LocalObjectStore, name: str) -> None:
@@ -63,19 +63,19 @@ def test_pause_ends_a_gc_run_before_a_step(tmp_path: Path, monkeypatch: pytest.M
             patched.setattr(LocalObjectStore, "delete", pausing)
             with pytest.raises(GcPaused):
                 store.gc()
-        assert len(containers(root)) == there - 1
+        assert len(containers(root)) == count_before - 1
         store.pauses.resume()
-        assert store.gc().containers_deleted == there - 1
+        assert store.gc().containers_deleted == count_before - 1
         assert store.verify().damage == ()
 
 
-@pytest.mark.parametrize("said", [b"{", b'{"at_us": 1e999, "who": ""}', b'{"at_us": 253402300800000000, "who": ""}'])
-def test_broken_pause_record_pauses(tmp_path: Path, said: bytes) -> None:
+@pytest.mark.parametrize("record", [b"{", b'{"at_us": 1e999, "who": ""}', b'{"at_us": 253402300800000000, "who": ""}'])
+def test_broken_pause_record_pauses(tmp_path: Path, record: bytes) -> None:
     root = tmp_path / "s"
-    filled(root)
+    fill(root)
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.pauses.pause("me")
-        (root / "pause" / "0000000000000001.json").write_bytes(said)
+        (root / "pause" / "0000000000000001.json").write_bytes(record)
         with pytest.raises(GcPaused, match="unreadable"):
             store.gc()
         assert store.pauses.pause("again").who == ""
@@ -87,7 +87,7 @@ def test_broken_pause_record_pauses(tmp_path: Path, said: bytes) -> None:
 def test_writer_sweep_keeps_a_pause(tmp_path: Path) -> None:
     """Keep a pause while a writer removes what crashed writers left."""
     root = tmp_path / "s"
-    filled(root)
+    fill(root)
     versions: list[int] = []
 
     def put_meanwhile(name: str) -> None:
@@ -111,19 +111,19 @@ def test_writer_sweep_keeps_a_pause(tmp_path: Path) -> None:
 def test_concurrent_creators_share_a_store(tmp_path: Path) -> None:
     """Let both creators of a store have it although one already writes."""
     root = tmp_path / "s"
-    begun: list[str] = []
+    passed: list[str] = []
 
-    def made_meanwhile(name: str) -> None:
-        if name == "object.synced" and not begun:
-            begun.append(name)
+    def create_meanwhile(name: str) -> None:
+        if name == "object.synced" and not passed:
+            passed.append(name)
             with open_store(root, settings=CHOSEN, create=True) as writer:
                 writer.put("new", b"content")
 
-    failpoints.arm((), made_meanwhile)
+    failpoints.arm((), create_meanwhile)
     try:
         store = open_store(root, settings=CHOSEN, create=True)
     finally:
         failpoints.disarm()
     with store:
-        assert begun
+        assert passed
         assert store.get("new").read() == b"content"

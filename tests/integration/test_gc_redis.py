@@ -69,29 +69,29 @@ def fleet(tmp_path: Path, s3_objects: S3ObjectStore, redis: Redis, key_prefix: s
 
 def test_gc_run_requested_during_one_follows(fleet: Deployed) -> None:
     """Run again for a request during a run, which may have marked before the latest deletion."""
-    told, rounds = GcStatusStore(fleet.index), fleet.make_gc_worker()
-    told.request_run()
+    status, worker = GcStatusStore(fleet.index), fleet.make_gc_worker()
+    status.request_run()
 
-    def asked_again(_objects: ObjectStore, _check: Callable[[], None]) -> tuple[int, int]:
-        told.request_run()
+    def request_again(_objects: ObjectStore, _check: Callable[[], None]) -> tuple[int, int]:
+        status.request_run()
         return 0, 0
 
-    rounds._ports = replace(rounds._ports, apply_policies=asked_again)
-    assert rounds.run_once() is not None
-    assert told.requested_run is not None
-    rounds._ports = replace(rounds._ports, apply_policies=None)
-    assert rounds.run_once() is not None
-    assert told.requested_run is None
-    assert rounds.run_once() is None
+    worker._ports = replace(worker._ports, apply_policies=request_again)
+    assert worker.run_once() is not None
+    assert status.requested_run is not None
+    worker._ports = replace(worker._ports, apply_policies=None)
+    assert worker.run_once() is not None
+    assert status.requested_run is None
+    assert worker.run_once() is None
 
 
 def test_gc_runs_free_and_index_drops_entries(fleet: Deployed) -> None:
     """Free deleted data; the index names nothing that was deleted."""
-    before, rounds = fleet.stored_bytes(), fleet.make_gc_worker()
+    before, worker = fleet.stored_bytes(), fleet.make_gc_worker()
     assert fleet.index.versions_of("default", "k") == list(range(1, 7))
     freed = 0
     for _ in range(5):
-        report = rounds.run_once()
+        report = worker.run_once()
         assert report is not None
         freed += report.freed_bytes
         fleet.now += 3601
@@ -109,9 +109,9 @@ def test_gc_runs_once_an_interval(fleet: Deployed) -> None:
     one, other = fleet.make_gc_worker(), fleet.make_gc_worker()
     assert one.run_once() is not None
     assert other.run_once() is None
-    told = other.last()
-    assert told is not None
-    assert told["at"] == fleet.now
+    status = other.last()
+    assert status is not None
+    assert status["at"] == fleet.now
     fleet.now += 61
     assert other.run_once() is not None
     assert fleet.make_gc_worker(gc=GcSettings(interval_seconds=0)).run_once() is None
@@ -121,9 +121,9 @@ def test_second_gc_run_frees_pending_deletes(fleet: Deployed) -> None:
     """Free pending deletes by a second run in the interval, at any worker."""
     gc = GcSettings(grace_seconds=600, interval_seconds=3600)
     one, other = fleet.make_gc_worker(gc=gc), fleet.make_gc_worker(gc=gc)
-    condemned = one.run_once()
-    assert condemned is not None
-    assert condemned.pending_delete_containers
+    first_run = one.run_once()
+    assert first_run is not None
+    assert first_run.pending_delete_containers
     began = fleet.now
     fleet.now += 590
     assert other.run_once() is None
@@ -140,12 +140,12 @@ def test_second_gc_run_frees_pending_deletes(fleet: Deployed) -> None:
 
 
 def test_gc_run_by_a_wrong_clock_delays_no_other(fleet: Deployed) -> None:
-    rounds, now = fleet.make_gc_worker(), fleet.now
+    worker, now = fleet.make_gc_worker(), fleet.now
     fleet.now += 400 * 86_400
-    assert rounds.run_once() is not None
+    assert worker.run_once() is not None
     fleet.now = now
-    assert rounds.run_once() is not None
-    assert rounds.run_once() is None
+    assert worker.run_once() is not None
+    assert worker.run_once() is None
 
 
 @pytest.mark.parametrize("hours", [-2, 2])
@@ -281,8 +281,8 @@ def test_stopped_worker_applies_one_effect_at_most(tmp_path: Path, redis: Redis,
             left = objects(root)
         finally:
             os.kill(asleep.pid, signal.SIGCONT)
-        said = asleep.communicate(timeout=60)[0].split()
-    assert said[0] not in ("done", "none"), "it went on as if it still held the lease"
+        output = asleep.communicate(timeout=60)[0].split()
+    assert output[0] not in ("done", "none"), "it went on as if it still held the lease"
     assert len(objects(root).keys() ^ left.keys()) <= 1
     fleet.check()
     for _ in range(3):

@@ -37,9 +37,9 @@ def chain(store: Store, clock: Clock, versions: int, keep: int) -> dict[int, byt
     return kept
 
 
-def test_dead_bases_are_freed_after_rebase(opened: Callable[[], Store], clock: Clock, tmp_path: Path) -> None:
+def test_dead_bases_are_freed_after_rebase(reopen: Callable[[], Store], clock: Clock, tmp_path: Path) -> None:
     """Delete dead bases once their dependents have live ones."""
-    store = opened()
+    store = reopen()
     kept = chain(store, clock, versions=14, keep=3)
     before = stored_bytes(store.root)
     collect_repeatedly(store, clock, rounds=6)
@@ -54,29 +54,29 @@ def test_dead_bases_are_freed_after_rebase(opened: Callable[[], Store], clock: C
     assert store.put("again", kept[14]).ledger.unique_bytes == 0
 
 
-def test_rebase_reclaim_is_predicted_over_runs(opened: Callable[[], Store], clock: Clock) -> None:
-    store = opened()
+def test_rebase_reclaim_is_predicted_over_runs(reopen: Callable[[], Store], clock: Clock) -> None:
+    store = reopen()
     chain(store, clock, versions=14, keep=3)
-    told, before = store.gc(dry_run=True), stored_bytes(store.root)
+    predicted, before = store.gc(dry_run=True), stored_bytes(store.root)
     first = store.gc()
-    assert before - stored_bytes(store.root) == first.freed_bytes == told.freed_bytes
+    assert before - stored_bytes(store.root) == first.freed_bytes == predicted.freed_bytes
     middle = stored_bytes(store.root)
     for _ in range(6):
         clock.now += DAY
         store.gc()
-    assert middle - stored_bytes(store.root) == told.pending_delete_bytes > 0
+    assert middle - stored_bytes(store.root) == predicted.pending_delete_bytes > 0
 
 
-def test_gc_run_reports_progress_and_bytes(opened: Callable[[], Store], clock: Clock) -> None:
+def test_gc_run_reports_progress_and_bytes(reopen: Callable[[], Store], clock: Clock) -> None:
     """Report the progress of a GC run with the bytes read, written and removed."""
-    store = opened()
+    store = reopen()
     kept = chain(store, clock, versions=14, keep=3)
     store.gc()
     clock.now += DAY
-    heard: list[tuple[int, int, str]] = []
-    report = store.gc(steps=lambda done, total, text: heard.append((done, total, text)))
+    progress: list[tuple[int, int, str]] = []
+    report = store.gc(steps=lambda done, total, text: progress.append((done, total, text)))
     by_text: dict[str, list[tuple[int, int]]] = {}
-    for done, total, text in heard:
+    for done, total, text in progress:
         by_text.setdefault(text, []).append((done, total))
     assert len(by_text["manifests read"]) >= len(kept)
     assert len(by_text["containers rebased"]) + len(by_text["containers swept"]) >= (
@@ -84,23 +84,24 @@ def test_gc_run_reports_progress_and_bytes(opened: Callable[[], Store], clock: C
     )
     assert report.containers_rewritten > 1
     assert all(
-        [done for done, _ in told] == list(range(len(told))) and told[0][1] >= len(told) for told in by_text.values()
+        [done for done, _ in steps] == list(range(len(steps))) and steps[0][1] >= len(steps)
+        for steps in by_text.values()
     )
 
 
-def test_reader_continues_during_rebase(opened: Callable[[], Store], clock: Clock) -> None:
-    store = opened()
+def test_reader_continues_during_rebase(reopen: Callable[[], Store], clock: Clock) -> None:
+    store = reopen()
     kept = chain(store, clock, versions=14, keep=3)
     store.gc()
     small_cache = settings(COLLECTED, {"restore": {"cache_bytes": 8 << 20}, "base": {"cache_bytes": 1 << 20}})
     with open_store(store.root, settings=small_cache, read_only=True, clock=clock) as reader:
-        begun = {number: reader.get("k", number) for number in kept}
+        blobs = {number: reader.get("k", number) for number in kept}
         for number, content in kept.items():
             assert reader.get("k", number, start=0, stop=10).read() == content[:10]
         reader._containers.blocks.clear()
         clock.now += DAY
         assert store.gc().containers_rewritten > 1
-        for number, blob in begun.items():
+        for number, blob in blobs.items():
             assert blob.read() == kept[number]
 
 
@@ -111,13 +112,13 @@ def test_reader_with_stale_cache_continues(tmp_path: Path, clock: Clock, codec: 
     with open_store(tmp_path / "s", settings=chosen, clock=clock, create=True) as store:
         kept = chain(store, clock, versions=14, keep=3)
         store.gc()
-        there = [container for container, _ in store._containers.ids()]
-        readers = [open_store(store.root, settings=chosen, read_only=True, clock=clock) for _ in there]
+        ids = [container for container, _ in store._containers.ids()]
+        readers = [open_store(store.root, settings=chosen, read_only=True, clock=clock) for _ in ids]
         for reader in readers:
             assert [reader.get("k", number).read() == content for number, content in kept.items()] == [True] * 3
         clock.now += DAY
         assert store.gc().containers_rewritten > 1
-        for reader, container in zip(readers, there, strict=True):
+        for reader, container in zip(readers, ids, strict=True):
             for number, content in kept.items():
                 reader._containers.evict(container)
                 assert reader.get("k", number).read() == content
@@ -128,10 +129,10 @@ def test_reader_with_stale_cache_continues(tmp_path: Path, clock: Clock, codec: 
 
 @pytest.mark.parametrize("moved", [True, False])
 def test_overtaken_reader_retries_or_raises(
-    opened: Callable[[], Store], monkeypatch: pytest.MonkeyPatch, moved: bool
+    reopen: Callable[[], Store], monkeypatch: pytest.MonkeyPatch, moved: bool
 ) -> None:
     """Retry a read that a GC run overtakes; without such a run raise Corrupt in the end."""
-    store, content, plain = opened(), random_bytes(300_000, 1), ChunkReader._run
+    store, content, plain = reopen(), random_bytes(300_000, 1), ChunkReader._run
     overtaken: list[ContainerRewritten] = []
     store.put("k", content)
 
@@ -151,7 +152,7 @@ def test_overtaken_reader_retries_or_raises(
         assert len(overtaken) == REWRITTEN_MAX + 1
 
 
-def beside(store: Store) -> tuple[dict[str, bytes], int]:
+def put_and_delete_most(store: Store) -> tuple[dict[str, bytes], int]:
     """Put blobs that share containers, delete most; return the rest and the bytes stored."""
     contents = {f"k{number}": random_bytes(30_000, number) for number in range(20)}
     list(store.put_many(contents.items()))
@@ -163,9 +164,9 @@ def beside(store: Store) -> tuple[dict[str, bytes], int]:
     return contents, before
 
 
-def test_container_with_little_left_is_rewritten(opened: Callable[[], Store], clock: Clock) -> None:
-    store = opened()
-    contents, before = beside(store)
+def test_container_with_little_left_is_rewritten(reopen: Callable[[], Store], clock: Clock) -> None:
+    store = reopen()
+    contents, before = put_and_delete_most(store)
     clock.now += 8 * DAY
     collect_repeatedly(store, clock)
     assert stored_bytes(store.root) < before * 0.4
@@ -186,26 +187,26 @@ def test_container_with_little_left_is_rewritten(opened: Callable[[], Store], cl
     assert store.put("again", contents["k0"]).ledger.unique_bytes == 0
 
 
-def test_reader_continues_during_compaction(opened: Callable[[], Store], clock: Clock, tmp_path: Path) -> None:
-    store = opened()
-    contents, _ = beside(store)
+def test_reader_continues_during_compaction(reopen: Callable[[], Store], clock: Clock, tmp_path: Path) -> None:
+    store = reopen()
+    contents, _ = put_and_delete_most(store)
     clock.now += 8 * DAY
     store.gc()
     small_cache = settings(COLLECTED, {"restore": {"cache_bytes": 8 << 20}, "base": {"cache_bytes": 1 << 20}})
     with open_store(store.root, settings=small_cache, read_only=True, clock=clock) as reader:
-        begun = {key: reader.get(key) for key in contents}
+        blobs = {key: reader.get(key) for key in contents}
         for key in contents:
             assert reader.get(key, start=0, stop=10).read() == contents[key][:10]  # directories are known from now on
         reader._containers.blocks.clear()
         clock.now += DAY
         assert store.gc().containers_rewritten > 0
-        for key, blob in begun.items():
+        for key, blob in blobs.items():
             assert blob.read() == contents[key]
 
 
-def test_patch_block_keeps_bases_in_use_only(opened: Callable[[], Store], clock: Clock) -> None:
+def test_patch_block_keeps_bases_in_use_only(reopen: Callable[[], Store], clock: Clock) -> None:
     """Keep the bases of the remaining chunks of a patch block only."""
-    store = opened()
+    store = reopen()
     firsts = {f"k{number}": text_like(60_000, number) for number in range(12)}
     list(store.put_many(firsts.items()))
     seconds = {key: mutate(content, 3, edits=25) for key, content in firsts.items()}
@@ -221,43 +222,43 @@ def test_patch_block_keeps_bases_in_use_only(opened: Callable[[], Store], clock:
     assert stored_bytes(store.root) < 80_000
 
 
-def test_next_gc_run_frees_the_predicted_bytes(opened: Callable[[], Store], clock: Clock) -> None:
-    store = opened()
-    beside(store)
+def test_next_gc_run_frees_the_predicted_bytes(reopen: Callable[[], Store], clock: Clock) -> None:
+    store = reopen()
+    put_and_delete_most(store)
     clock.now += 8 * DAY
-    told = store.gc(dry_run=True)
+    predicted = store.gc(dry_run=True)
     store.gc()
     clock.now += DAY
     before = stored_bytes(store.root)
     done = store.gc()
-    assert before - stored_bytes(store.root) == done.freed_bytes == told.pending_delete_bytes > 0
+    assert before - stored_bytes(store.root) == done.freed_bytes == predicted.pending_delete_bytes > 0
     assert done.containers_rewritten > 0
 
 
-def test_deletion_predicts_its_final_reclaim(opened: Callable[[], Store], clock: Clock) -> None:
-    store = opened()
-    beside(store)
+def test_deletion_predicts_its_final_reclaim(reopen: Callable[[], Store], clock: Clock) -> None:
+    store = reopen()
+    put_and_delete_most(store)
     assert store.gc(dry_run=True).freed_bytes == 0
-    told = store.gc(dry_run=True, deleted_too=True)
-    assert told.versions == 15
+    predicted = store.gc(dry_run=True, deleted_too=True)
+    assert predicted.versions == 15
     with pytest.raises(BadInput):
         store.gc(deleted_too=True)
     clock.now += 8 * DAY
     before = stored_bytes(store.root)
     first = store.gc()
-    assert before - stored_bytes(store.root) == told.freed_bytes == first.freed_bytes
+    assert before - stored_bytes(store.root) == predicted.freed_bytes == first.freed_bytes
     clock.now += DAY
     store.gc()
-    assert before - stored_bytes(store.root) == told.freed_bytes + told.pending_delete_bytes
+    assert before - stored_bytes(store.root) == predicted.freed_bytes + predicted.pending_delete_bytes
 
 
-def test_damaged_container_is_not_rewritten(opened: Callable[[], Store], clock: Clock) -> None:
-    store = opened()
-    contents, _ = beside(store)
+def test_damaged_container_is_not_rewritten(reopen: Callable[[], Store], clock: Clock) -> None:
+    store = reopen()
+    contents, _ = put_and_delete_most(store)
     clock.now += 8 * DAY
     store.gc()
     flip(containers(store.root)[0], 5_000)
-    store = opened()
+    store = reopen()
     before = objects(store.root)
     clock.now += DAY
     with pytest.raises(Corrupt, match="checksum"):
@@ -275,10 +276,10 @@ def _reads(store: Store, key: str, content: bytes) -> bool:
 
 @pytest.mark.parametrize("bound", [("ENTRIES_MAX", 1), pytest.param(("RUNS_MAX", 30), marks=pytest.mark.soak)])
 def test_full_record_leaves_rest_to_later_runs(
-    opened: Callable[[], Store], clock: Clock, monkeypatch: pytest.MonkeyPatch, bound: tuple[str, int]
+    reopen: Callable[[], Store], clock: Clock, monkeypatch: pytest.MonkeyPatch, bound: tuple[str, int]
 ) -> None:
     """Mark in later runs what the record has no room for."""
-    store = opened()
+    store = reopen()
     kept = [random_bytes(20_000, number) for number in range(40)]
     for number in range(4):
         mine = kept[10 * number : 10 * number + 10]

@@ -60,9 +60,9 @@ def test_gc_runs_free_predicted_bytes(elsewhere: ObjectStore, tmp_path: Path) ->
     collector = GcRun(elsewhere, containers, GcSettings(grace_seconds=0), rewriter)
     first, rewritten = stored(elsewhere), 0
     for _ in range(4):
-        told, before = collector.preview(), stored(elsewhere)
+        predicted, before = collector.preview(), stored(elsewhere)
         done = collector.run(index)
-        assert before - stored(elsewhere) == done.freed_bytes == told.freed_bytes
+        assert before - stored(elsewhere) == done.freed_bytes == predicted.freed_bytes
         rewritten += done.containers_rewritten
     assert rewritten > 0
     assert stored(elsewhere) < first * 0.4

@@ -93,8 +93,8 @@ def test_two_machines_alternating_find_all_blobs(
         with caplog.at_level(logging.WARNING, "nearkin"):
             caplog.clear()
             assert machine.put(key, each) == len(each)
-            told = [record for record in caplog.records if STALE in record.getMessage()]
-            assert len(told) == (number > 1)
+            warnings = [record for record in caplog.records if STALE in record.getMessage()]
+            assert len(warnings) == (number > 1)
     for machine in (first, second):
         assert contents(machine) == data
     for machine in (second, first):

@@ -58,7 +58,7 @@ def bytes_of(pieces: Pieces) -> list[bytes]:
     return [bytes(pieces.buffers[buffer][first : first + length]) for buffer, first, length in rows]
 
 
-def places_of(locations: Locations) -> list[tuple[int, int]]:
+def pairs_of(locations: Locations) -> list[tuple[int, int]]:
     return list(zip(locations.containers.tolist(), locations.ordinals.tolist(), strict=True))
 
 
@@ -188,14 +188,14 @@ def test_batch_bases_are_named_once_lost_omitted(store: Store) -> None:
 
         patched.setattr(source, "directory", directory)
         found = BaseReader(source).contents(twice)
-    there = twice.containers != np.uint64(lost)
-    assert (found.available == there).all()
-    assert not found.pieces.lengths[~there].any()
+    is_available = twice.containers != np.uint64(lost)
+    assert (found.available == is_available).all()
+    assert not found.pieces.lengths[~is_available].any()
     half = len(places)
-    assert (found.pieces.lengths[:half] == np.where(there[:half], plan.lengths, 0)).all()
+    assert (found.pieces.lengths[:half] == np.where(is_available[:half], plan.lengths, 0)).all()
     for column in (found.pieces.which, found.pieces.offsets, found.pieces.lengths):
         assert (column[:half] == column[half:]).all()
-    sound = np.flatnonzero(there[:half])
+    sound = np.flatnonzero(is_available[:half])
     assert bytes_of(found.pieces.take(sound)) == fetched(ChunkReader(source), plan.take(sound))
 
 
@@ -204,34 +204,34 @@ def test_ancestors_include_stream_neighbours(store: Store, monkeypatch: pytest.M
     source = containers(store)
     reader, bases = ChunkReader(source), BaseReader(source)
     plan = reader.plan(everything(source))
-    deep = plan.locations.take(np.flatnonzero(plan.depths > 0))
-    each = np.arange(0, len(deep) + 1, 2, dtype=np.uint32)  # two in a group
-    deep = deep.take(slice(0, int(each[-1])))
-    alone = bases.contents(deep, depth_below=1)
-    found = bases.contents(deep, depth_below=1, bounds=each)
+    delta_locations = plan.locations.take(np.flatnonzero(plan.depths > 0))
+    each = np.arange(0, len(delta_locations) + 1, 2, dtype=np.uint32)  # two in a group
+    delta_locations = delta_locations.take(slice(0, int(each[-1])))
+    alone = bases.contents(delta_locations, depth_below=1)
+    found = bases.contents(delta_locations, depth_below=1, bounds=each)
     assert alone.bounds is None
     assert found.bounds is not None
     assert len(found.bounds) == len(each)
-    assert len(found.locations) > len(deep)
-    places = places_of(found.locations)
-    ancestors = places_of(alone.locations)
-    rows = zip(places_of(plan.locations), plan.blocks.tolist(), plan.depths.tolist(), strict=True)
+    assert len(found.locations) > len(delta_locations)
+    places = pairs_of(found.locations)
+    ancestors = pairs_of(alone.locations)
+    rows = zip(pairs_of(plan.locations), plan.blocks.tolist(), plan.depths.tolist(), strict=True)
     block_of = {place: (place[0], block) for place, block, depth in rows if not depth}
     read = {block_of[place] for place in ancestors}
     at_hand = {place for place, block in block_of.items() if block in read}
     assert len(at_hand) < len(block_of)
     for group, (first, last) in enumerate(zip(found.bounds[:-1].tolist(), found.bounds[1:].tolist(), strict=True)):
         mine = ancestors[2 * group : 2 * group + 2]
-        beside = {(c, o + step) for c, o in mine for step in (-1, 1)} - set(mine)
+        neighbours = {(c, o + step) for c, o in mine for step in (-1, 1)} - set(mine)
         assert places[first : first + 2] == mine
-        assert set(places[first + 2 : last]) == beside & at_hand
-        assert last - first - 2 == len(beside & at_hand)
+        assert set(places[first + 2 : last]) == neighbours & at_hand
+        assert last - first - 2 == len(neighbours & at_hand)
     assert (found.depths == 0).all()
     assert found.available.all()
     assert bytes_of(found.pieces) == fetched(reader, reader.plan(found.locations))
 
     monkeypatch.setattr("nearkin_shared.reading.base_reader.NEIGHBOUR_BYTES_MAX", 0)
-    assert len(bases.contents(deep, depth_below=1, bounds=each).locations) == len(deep)
+    assert len(bases.contents(delta_locations, depth_below=1, bounds=each).locations) == len(delta_locations)
 
 
 def test_stream_neighbours_shrink_shifted_version(tmp_path: Path) -> None:

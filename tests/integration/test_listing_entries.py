@@ -101,11 +101,11 @@ def test_listing_reads_no_manifest(store: Store, monkeypatch: pytest.MonkeyPatch
     read: list[str] = []
     get = ManifestStore.get
 
-    def counted(manifests: ManifestStore, tenant: str, key: str, version: int) -> Manifest:
+    def record_get(manifests: ManifestStore, tenant: str, key: str, version: int) -> Manifest:
         read.append(key)
         return get(manifests, tenant, key, version)
 
-    monkeypatch.setattr(ManifestStore, "get", counted)
+    monkeypatch.setattr(ManifestStore, "get", record_get)
     assert len(listed(store)) == 50
     assert read == []
     store.delete("k7")
@@ -124,11 +124,11 @@ def test_page_of_one_key_reads_few_entries(store: Store, monkeypatch: pytest.Mon
 
     decode_version = entry_encoding.decode_version
 
-    def counted(*arguments: object) -> CatalogEntry:
+    def record_decode(*arguments: object) -> CatalogEntry:
         decoded.append(decode_version(*arguments))  # type: ignore[arg-type]
         return decoded[-1]
 
-    monkeypatch.setattr(lmdb_catalog, "decode_version", counted)
+    monkeypatch.setattr(lmdb_catalog, "decode_version", record_decode)
     for after in ("", "k0250", "k0499", "zzz"):
         decoded.clear()
         page = store.catalog_after("default", "", after, None, 1)
@@ -165,11 +165,11 @@ def test_local_listing_reads_no_manifest(tmp_path: Path, monkeypatch: pytest.Mon
     read: list[str] = []
     get = ManifestStore.get
 
-    def counted(manifests: ManifestStore, tenant: str, key: str, version: int) -> Manifest:
+    def record_get(manifests: ManifestStore, tenant: str, key: str, version: int) -> Manifest:
         read.append(key)
         return get(manifests, tenant, key, version)
 
-    monkeypatch.setattr(ManifestStore, "get", counted)
+    monkeypatch.setattr(ManifestStore, "get", record_get)
     with open_store(tmp_path / "s", settings=settings(SMALL, more), create=True) as store:
         list(store.put_many([Item(f"k{number}", b"%d" % number) for number in range(50)]))
         store.put("k7", b"second")

@@ -24,11 +24,11 @@ def test_alternating_codecs_need_few_blocks(tmp_path: Path, monkeypatch: pytest.
     by_themselves = []
     before = ChunkReader._read_alone
 
-    def counted(reader: Any, name: Any, record: Any) -> Any:
+    def record_read(reader: Any, name: Any, record: Any) -> Any:
         by_themselves.append(name)
         return before(reader, name, record)
 
-    monkeypatch.setattr(ChunkReader, "_read_alone", counted)
+    monkeypatch.setattr(ChunkReader, "_read_alone", record_read)
     content = text_like(4 * MIB, 1)
     for version in range(10):
         codec = ("patch", "xdelta3")[version % 2]

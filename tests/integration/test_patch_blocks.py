@@ -56,9 +56,9 @@ def test_codecs_and_policies_restore_without_index(tmp_path: Path, codec: str, p
         found = {name.rstrip("0123456789") for name in stats.found_by}
         assert found <= {"first-fit": {"SF"}, "locality": {"locality"}}.get(policy, {"SF", "locality"})
         assert ("locality" in found) == (policy != "first-fit")
-        told = store.explain("k", 3)
-        assert sum(told.found_by.values()) == told.delta_chunks > 0
-        assert any(name == "locality" for name in told.found_by) == (policy != "first-fit")
+        explanation = store.explain("k", 3)
+        assert sum(explanation.found_by.values()) == explanation.delta_chunks > 0
+        assert any(name == "locality" for name in explanation.found_by) == (policy != "first-fit")
         for number, content in enumerate(versions, 1):
             assert store.get("k", number).read() == content
         assert store.verify().damage == ()
@@ -128,7 +128,7 @@ def test_bases_are_looked_up_level_by_level_not_block_by_block(tmp_path: Path, m
     planned: list[int] = []
     plan = ChunkReader.plan
 
-    def counted(self: Any, locations: Any) -> Any:
+    def record_plan(self: Any, locations: Any) -> Any:
         planned.append(len(locations))
         return plan(self, locations)
 
@@ -138,7 +138,7 @@ def test_bases_are_looked_up_level_by_level_not_block_by_block(tmp_path: Path, m
         for content in versions:
             store.put("k", content)
         store._containers.evict()
-        monkeypatch.setattr(ChunkReader, "plan", counted)
+        monkeypatch.setattr(ChunkReader, "plan", record_plan)
         blob = store.get("k")
         assert blob.read() == versions[-1]
         assert blob.costs.blocks_decoded >= 60
@@ -191,8 +191,8 @@ def test_paper_profile_has_no_patch_blocks(tmp_path: Path) -> None:
             assert container_layout.PATCH not in store._containers.directory(container).blocks.kinds
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_range_reads_needed_directories_only(tmp_path: Path, told: bool) -> None:
+@pytest.mark.parametrize("has_lengths", [True, False])
+def test_range_reads_needed_directories_only(tmp_path: Path, has_lengths: bool) -> None:
     """Read the directories of the range's segments only, if the manifest has lengths."""
     content = random_bytes(40_000_000, 5)
     small = settings({"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "256KiB"}})
@@ -200,7 +200,7 @@ def test_range_reads_needed_directories_only(tmp_path: Path, told: bool) -> None
         store.put("k", content)
     many = len(containers(tmp_path / "s"))
     assert many > 15
-    if not told:
+    if not has_lengths:
         (path,) = manifests(tmp_path / "s")
         manifest = decode_manifest(path.read_bytes(), "m")
         path.chmod(0o644)
@@ -209,7 +209,7 @@ def test_range_reads_needed_directories_only(tmp_path: Path, told: bool) -> None
         with open_store(tmp_path / "s", settings=small, create=True) as store:
             blob = store.get("k", start=start, stop=stop)
             assert blob.read() == content[start:stop]
-            if told:
+            if has_lengths:
                 assert blob.costs.directory_reads <= (2 if stop - start == 11 else 4)
             elif start:
                 assert blob.costs.directory_reads >= many * start // len(content)

@@ -52,7 +52,7 @@ class Far(LocalObjectStore):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
+def far_history(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
     root = tmp_path_factory.mktemp("far") / "s"
     versions = [text_like(9_000_000, 1)]
     for number in range(1, 4):
@@ -74,8 +74,8 @@ def restored(
 
 
 @pytest.mark.parametrize("version", [1, 4])
-def test_blocks_are_read_side_by_side_and_each_once(made: tuple[Path, list[bytes]], version: int) -> None:
-    root, versions = made
+def test_blocks_are_read_side_by_side_and_each_once(far_history: tuple[Path, list[bytes]], version: int) -> None:
+    root, versions = far_history
     objects = Far(root)
     blob = restored(root, objects, version)
     assert b"".join(blob.pieces()) == versions[version - 1]
@@ -87,8 +87,8 @@ def test_blocks_are_read_side_by_side_and_each_once(made: tuple[Path, list[bytes
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nearkin-ahead")]
 
 
-def test_range_requests_little_more_than_needed(made: tuple[Path, list[bytes]]) -> None:
-    root, versions = made
+def test_range_requests_little_more_than_needed(far_history: tuple[Path, list[bytes]]) -> None:
+    root, versions = far_history
     far = restored(root, Far(root), 4, 2_000_000, 7_500_000)
     assert b"".join(far.pieces()) == versions[3][2_000_000:7_500_000]
     near = restored(root, LocalObjectStore(root), 4, 2_000_000, 7_500_000)
@@ -98,25 +98,27 @@ def test_range_requests_little_more_than_needed(made: tuple[Path, list[bytes]]) 
     assert near.costs.block_reads <= far.costs.block_reads <= whole.costs.block_reads
 
 
-def test_waiting_reads_are_bounded(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
-    root, versions = made
+def test_waiting_reads_are_bounded(far_history: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+    root, versions = far_history
     monkeypatch.setattr(module, "AHEAD_BYTES_MAX", 300_000)
     most = 0
     plain = module.ReadAhead._request_block
 
-    def watched(ahead: module.ReadAhead, key: BlockName) -> None:
+    def record_request(ahead: module.ReadAhead, key: BlockName) -> None:
         nonlocal most
         plain(ahead, key)
         most = max(most, ahead._requested_bytes)
 
-    monkeypatch.setattr(module.ReadAhead, "_request_block", watched)
+    monkeypatch.setattr(module.ReadAhead, "_request_block", record_request)
     assert b"".join(restored(root, Far(root), 4).pieces()) == versions[3]
     assert 0 < most < 300_000 + 300_000  # one more may pass the bound
 
 
-def test_blocks_of_other_readers_use_no_budget(made: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_other_readers_use_no_budget(
+    far_history: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Do not charge the read-ahead for blocks that another reader fetched."""
-    root, versions = made
+    root, versions = far_history
     monkeypatch.setattr(module, "AHEAD_BYTES_MAX", 200_000)  # two blocks
     data = versions[0]
     with open_store(root, settings=settings(SMALL), read_only=True) as store:
@@ -136,16 +138,16 @@ def test_blocks_of_other_readers_use_no_budget(made: tuple[Path, list[bytes]], m
     assert objects.most > 1  # the rest was read side by side again
 
 
-def test_failed_read_ahead_is_repeated(made: tuple[Path, list[bytes]]) -> None:
-    root, versions = made
+def test_failed_read_ahead_is_repeated(far_history: tuple[Path, list[bytes]]) -> None:
+    root, versions = far_history
     objects = Far(root)
     objects.fails = 12
     assert b"".join(restored(root, objects, 4).pieces()) == versions[3]
     assert objects.fails == 0
 
 
-def test_damage_ahead_is_raised_after_its_prefix(made: tuple[Path, list[bytes]], tmp_path: Path) -> None:
-    root, versions = made
+def test_damage_ahead_is_raised_after_its_prefix(far_history: tuple[Path, list[bytes]], tmp_path: Path) -> None:
+    root, versions = far_history
     broken = tmp_path / "broken"
     for path in sorted(root.rglob("*")):
         if path.is_file() and "index" not in path.parts:
@@ -161,8 +163,8 @@ def test_damage_ahead_is_raised_after_its_prefix(made: tuple[Path, list[bytes]],
     assert bytes(got) == versions[3][: len(got)]
 
 
-def test_leaving_reader_ends_the_threads(made: tuple[Path, list[bytes]]) -> None:
-    root, _ = made
+def test_leaving_reader_ends_the_threads(far_history: tuple[Path, list[bytes]]) -> None:
+    root, _ = far_history
     pieces = restored(root, Far(root), 4).pieces()
     next(pieces)
     pieces.close()

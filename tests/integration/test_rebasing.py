@@ -43,7 +43,7 @@ def history(versions: int) -> dict[int, bytes]:
 HISTORY = history(14)
 
 
-def aged(root: Path, clock: Clock, chosen: object = SMALL_BLOCKS) -> Store:
+def open_aged(root: Path, clock: Clock, chosen: object = SMALL_BLOCKS) -> Store:
     """Return a store one GC run before the dependents of its deleted versions are rewritten."""
     store = open_store(root, settings=chosen, clock=clock, create=True)  # type: ignore[arg-type]
     for number, content in HISTORY.items():
@@ -62,7 +62,7 @@ def check(store: Store) -> None:
         assert store.get("k", number).read() == HISTORY[number]
 
 
-def decoded_by_a_round(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
+def decoded_bytes_of_gc_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
     """Do a GC run with a cache of 2 MiB of blocks; return the bytes that it decodes."""
     found, real = [0], ContainerStore.cache_blocks
 
@@ -81,12 +81,12 @@ def decoded_by_a_round(store: Store, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_shared_bases_are_decoded_once(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode what all containers depend on once, not once for each."""
     monkeypatch.setattr(container_rebase, "POSITION_CHUNKS", 16)
-    with aged(tmp_path / "side", clock) as side:
-        together = decoded_by_a_round(side, monkeypatch)
+    with open_aged(tmp_path / "side", clock) as side:
+        together = decoded_bytes_of_gc_run(side, monkeypatch)
         check(side)
     monkeypatch.setattr(RebaseContext, "positions_at", lambda _self, _container, rows: np.zeros(len(rows), np.int64))
-    with aged(tmp_path / "one", clock) as one:
-        assert together < 0.6 * decoded_by_a_round(one, monkeypatch)
+    with open_aged(tmp_path / "one", clock) as one:
+        assert together < 0.6 * decoded_bytes_of_gc_run(one, monkeypatch)
         check(one)
 
 
@@ -95,11 +95,11 @@ def test_oversized_batch_is_split(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, bound: tuple[str, int]
 ) -> None:
     """Rebase containers in turn that are too large together."""
-    with aged(tmp_path / "all", clock) as store:
+    with open_aged(tmp_path / "all", clock) as store:
         rewritten = store.gc().containers_rewritten
         all_bytes = stored_bytes(store.root)
     monkeypatch.setattr(rebase_batch, *bound)
-    with aged(tmp_path / "turn", clock) as store:
+    with open_aged(tmp_path / "turn", clock) as store:
         assert store.gc().containers_rewritten == rewritten > 1
         assert stored_bytes(store.root) < 1.05 * all_bytes
         check(store)
@@ -107,7 +107,7 @@ def test_oversized_batch_is_split(
 
 def test_containers_before_damage_are_rewritten(tmp_path: Path, clock: Clock) -> None:
     """Rewrite containers before a damaged one; leave the others unchanged."""
-    store = aged(tmp_path / "s", clock)
+    store = open_aged(tmp_path / "s", clock)
     root = store.root
     store.close()
     broken = containers(root)[KEPT[3] - 1]
@@ -132,7 +132,7 @@ def test_reencoded_patch_block_holds_neighbours(tmp_path: Path, clock: Clock, mo
     """Group chunks near each other in a re-encoded patch block."""
     monkeypatch.setattr(container_rebase, "POSITION_CHUNKS", 16)
     large = settings(SMALL_BLOCKS, {"block": {"raw_bytes": "512KiB", "delta_bytes": "512KiB"}})
-    with aged(tmp_path / "s", clock, large) as store:
+    with open_aged(tmp_path / "s", clock, large) as store:
         before = {c: len(store._containers.directory(c).blocks) for c, _ in store._containers.ids()}
         store.gc()
         patches = 0
@@ -150,17 +150,17 @@ def test_reencoded_patch_block_holds_neighbours(tmp_path: Path, clock: Clock, mo
 def test_gc_run_frees_its_cache_at_the_end(tmp_path: Path, clock: Clock) -> None:
     """Release the caches of a GC run without the garbage collector."""
 
-    def held_bytes() -> float:
+    def cached_bytes() -> float:
         return sum(CACHE_BYTES.values().values())
 
-    with aged(tmp_path / "s", clock) as store:
+    with open_aged(tmp_path / "s", clock) as store:
         gc.collect()
         gc.disable()
         try:
             store.get("k", KEPT[-1]).read()
-            before_bytes = held_bytes()
+            before_bytes = cached_bytes()
             assert store.gc().containers_rewritten
-            assert held_bytes() <= before_bytes
+            assert cached_bytes() <= before_bytes
             assert not store._containers.buffers.unused_bytes
         finally:
             gc.enable()
@@ -214,7 +214,7 @@ def _share_of_stream(store: Store, container: ContainerId) -> np.ndarray:
 
 def test_raw_blocks_are_copied_unchanged(tmp_path: Path, clock: Clock) -> None:
     """Copy raw blocks unchanged; their depth never increases."""
-    with aged(tmp_path / "s", clock) as store:
+    with open_aged(tmp_path / "s", clock) as store:
         own = store._containers.of(None)
         before = {c: own.directory(c).blocks for c, _ in own.ids()}
         records = {

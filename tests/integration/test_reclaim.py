@@ -23,7 +23,7 @@ from tests.support.fakes.clock import DAY, Clock
 
 SETS = 50 if "EVERY_SET" in os.environ else 3
 """Of each kind; two kinds are a hundred."""
-ROUNDS_MAX = 12
+GC_RUNS_MAX = 12
 CHOSEN = settings(
     SMALL,
     {
@@ -37,19 +37,19 @@ TENANTS = ("default", "other")
 Version = tuple[str, str, int]
 
 
-def opened(root: Path, clock: Clock, mode: str, tenant: str = "default") -> Store:
+def open_mode(root: Path, clock: Clock, mode: str, tenant: str = "default") -> Store:
     chosen = settings(CHOSEN, {"gc": {"mode": mode}})
     if tenant != "default":
         chosen = settings(chosen, {"tenant": tenant})
     return open_store(root, settings=chosen, clock=clock, create=True)
 
 
-def filled(root: Path, clock: Clock, mode: str) -> dict[Version, bytes]:
+def fill(root: Path, clock: Clock, mode: str) -> dict[Version, bytes]:
     """Make a store of versions based on one another, some with one content under two keys."""
     contents: dict[Version, bytes] = {}
     for number, tenant in enumerate(TENANTS):
         first, other = text_like(90_000, number), random_bytes(40_000, 2)
-        with opened(root, clock, mode, tenant) as store:
+        with open_mode(root, clock, mode, tenant) as store:
             for version in range(1, 5):
                 contents[tenant, "a", version] = first
                 contents[tenant, "b", version] = other[: 10_000 * version] + first[:30_000]
@@ -60,16 +60,18 @@ def filled(root: Path, clock: Clock, mode: str) -> dict[Version, bytes]:
     return contents
 
 
-def leaning_and_shared(root: Path, clock: Clock, mode: str) -> tuple[int, int]:
+def count_deep_and_shared(root: Path, clock: Clock, mode: str) -> tuple[int, int]:
     """Return the numbers of chunks at depth 2 or more and of shared segments."""
-    with opened(root, clock, mode) as store:
-        everyones = store._containers.of(None)
-        deep = sum(int((everyones.directory(container).chunks.depths > 1).sum()) for container, _ in everyones.ids())
+    with open_mode(root, clock, mode) as store:
+        all_containers = store._containers.of(None)
+        deep_chunks = sum(
+            int((all_containers.directory(container).chunks.depths > 1).sum()) for container, _ in all_containers.ids()
+        )
         named: Counter[tuple[int, int]] = Counter()
         for name, _ in store._manifests.names():
             segments = store._manifests.read(name).segments
             named.update(set(zip(segments.containers.tolist(), segments.ordinals.tolist(), strict=True)))
-    return deep, sum(count > 1 for count in named.values())
+    return deep_chunks, sum(count > 1 for count in named.values())
 
 
 @pytest.mark.parametrize("mode", [pytest.param("mark-sweep", marks=pytest.mark.soak), "hybrid"])
@@ -77,11 +79,11 @@ def test_predicted_reclaim_is_freed_exactly(mode: str, tmp_path: Path, monkeypat
     """Free in the end exactly the predicted bytes of any deletion set."""
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)  # no power cut is tested here
     clock, draw = Clock(), random.Random(f"reclaim {mode}")
-    contents = filled(tmp_path / "all", clock, mode)
-    with opened(tmp_path / "all", clock, mode) as store:  # a ledger that knows it all
+    contents = fill(tmp_path / "all", clock, mode)
+    with open_mode(tmp_path / "all", clock, mode) as store:  # a ledger that knows it all
         store.gc()
-    deep, shared = leaning_and_shared(tmp_path / "all", clock, mode)
-    assert deep > 0
+    deep_chunks, shared = count_deep_and_shared(tmp_path / "all", clock, mode)
+    assert deep_chunks > 0
     assert shared > 0
     rebased = rewritten = freed_bytes = 0
     for number in range(SETS):
@@ -90,32 +92,32 @@ def test_predicted_reclaim_is_freed_exactly(mode: str, tmp_path: Path, monkeypat
         # the first: all bases of the newest versions
         going = draw.sample(sorted(contents), draw.randint(1, 12)) if number else [v for v in contents if v[2] < 4]
         for tenant in TENANTS:
-            with opened(root, clock, mode, tenant) as store:
+            with open_mode(root, clock, mode, tenant) as store:
                 for whose, key, version in going:
                     if whose == tenant:
                         store.delete(key, version)
         clock.now += 2 * DAY
-        with opened(root, clock, mode) as store:
-            told, before = store.gc(dry_run=True), stored_bytes(root)
+        with open_mode(root, clock, mode) as store:
+            predicted, before = store.gc(dry_run=True), stored_bytes(root)
             failpoints.arm()
             done = store.gc()
-            assert before - stored_bytes(root) == told.freed_bytes == done.freed_bytes
-            for _ in range(ROUNDS_MAX):
+            assert before - stored_bytes(root) == predicted.freed_bytes == done.freed_bytes
+            for _ in range(GC_RUNS_MAX):
                 clock.now += DAY
-                round_before, round_told = stored_bytes(root), store.gc(dry_run=True)
+                run_before, run_predicted = stored_bytes(root), store.gc(dry_run=True)
                 done = store.gc()
-                assert round_before - stored_bytes(root) == done.freed_bytes == round_told.freed_bytes
+                assert run_before - stored_bytes(root) == done.freed_bytes == run_predicted.freed_bytes
                 if not done.freed_bytes and not done.pending_delete_containers:
                     break
             else:
-                raise AssertionError(f"{ROUNDS_MAX} GC runs, and the last still freed {done.freed_bytes} bytes")
+                raise AssertionError(f"{GC_RUNS_MAX} GC runs, and the last still freed {done.freed_bytes} bytes")
             passed = failpoints.disarm()
-            assert before - stored_bytes(root) == told.freed_bytes + told.pending_delete_bytes
+            assert before - stored_bytes(root) == predicted.freed_bytes + predicted.pending_delete_bytes
             freed_bytes += before - stored_bytes(root)
             rebased += passed.get("rebase.container", 0)
             rewritten += passed.get("compact.replaced", 0)
         for tenant in TENANTS:
-            with opened(root, clock, mode, tenant) as store:
+            with open_mode(root, clock, mode, tenant) as store:
                 for whose, key, version in draw.sample(sorted(contents.keys() - set(going)), 4):
                     if whose == tenant:
                         assert store.get(key, version).read() == contents[tenant, key, version]

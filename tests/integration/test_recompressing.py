@@ -57,7 +57,7 @@ def directories(store: Store) -> dict[int, Directory]:
 
 
 def generations(store: Store) -> list[int]:
-    return [max(there) for there in store._containers.generations().values()]
+    return [max(numbers) for numbers in store._containers.generations().values()]
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
 def test_gc_run_shrinks_raw_blocks_only(store: Store, clock: Clock) -> None:
     put(store)
     before_bytes, before = stored_bytes(store.root), directories(store)
-    told, report = store.gc(dry_run=True), store.gc()
-    assert told.freed_bytes == report.freed_bytes == before_bytes - stored_bytes(store.root) > before_bytes // 20
-    assert told.containers_rewritten == report.containers_rewritten > 0
+    predicted, report = store.gc(dry_run=True), store.gc()
+    assert predicted.freed_bytes == report.freed_bytes == before_bytes - stored_bytes(store.root) > before_bytes // 20
+    assert predicted.containers_rewritten == report.containers_rewritten > 0
     for container, now in directories(store).items():
         old = before[container]
         for field in ("names", "lengths", "blocks", "positions", "encoded", "depths", "ranks"):

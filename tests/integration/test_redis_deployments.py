@@ -111,11 +111,11 @@ def cluster_settings(cluster: list[RedisServer]) -> RedisSettings:
 def test_entries_are_spread_over_a_cluster(cluster: list[RedisServer]) -> None:
     flush(cluster)
     assert_works(RedisIndex(cluster_settings(cluster), samples.DOMAIN))
-    held = []
+    connections = []
     for server in cluster:
         with redis.Redis.from_url(server.url) as client:
-            held.append(client.dbsize())
-    assert min(held) > sum(held) / 10
+            connections.append(client.dbsize())
+    assert min(connections) > sum(connections) / 10
 
 
 def test_emptied_cluster_node_is_noticed(cluster: list[RedisServer]) -> None:

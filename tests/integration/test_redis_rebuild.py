@@ -74,10 +74,10 @@ def assert_same_answers(store: Store, one: Index, other: Index) -> None:
         claims = entries_of_container(
             store._containers.directory(container), store._containers, store._fingerprinter, super_features_of, ids
         )
-        asked = [partial(_chunks, claims.directory.chunks.names), partial(_segments, claims.segment_ids)]
+        queries = [partial(_chunks, claims.directory.chunks.names), partial(_segments, claims.segment_ids)]
         for sketch, (_, found) in claims.super_features.items():
-            asked += [partial(_rank, sketch, rank, found[:, rank]) for rank in range(found.shape[1])]
-        for ask in asked:
+            queries += [partial(_rank, sketch, rank, found[:, rank]) for rank in range(found.shape[1])]
+        for ask in queries:
             assert rows(ask(one)) == rows(ask(other))
             assert any(rows(ask(one)))
     assert list(one.catalog("default")) == list(other.catalog("default"))
@@ -121,11 +121,11 @@ def test_rebuild_equals_the_lmdb_index(store: Store, server: RedisServer, tmp_pa
 
 def test_publishing_continues_during_a_rebuild(store: Store, server: RedisServer) -> None:
     index, live = connect(server, store), connect(server, store)
-    began, go_on = threading.Event(), threading.Event()
+    began, released = threading.Event(), threading.Event()
 
     def slow(target: Index) -> None:
         began.set()
-        assert go_on.wait(30)
+        assert released.wait(30)
         fill(store, target)
 
     rebuilder = rebuild_in_background(index, slow, poll_seconds=0.05)
@@ -133,7 +133,7 @@ def test_publishing_continues_during_a_rebuild(store: Store, server: RedisServer
     tenant = live.for_domain(samples.DOMAIN)
     tenant.publish(first_claims())
     assert rows(tenant.locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
-    go_on.set()
+    released.set()
     until(lambda: rebuilder.rebuilt == 1)
     rebuilder.stop()
     assert not live.check()
@@ -147,13 +147,13 @@ def test_of_many_rebuilders_one_rebuilds(store: Store, server: RedisServer) -> N
     clients = [connect(server, store) for _ in range(5)]
     runs: list[int] = []
 
-    def counted(number: int, target: Index) -> None:
+    def fill_counted(number: int, target: Index) -> None:
         runs.append(number)
         time.sleep(0.3)  # longer than all others take to look
         fill(store, target)
 
     rebuilders = [
-        rebuild_in_background(client, partial(counted, number), poll_seconds=0.02)
+        rebuild_in_background(client, partial(fill_counted, number), poll_seconds=0.02)
         for number, client in enumerate(clients)
     ]
     until(lambda: not any(client.needs_rebuild for client in clients))
@@ -168,15 +168,15 @@ def test_of_many_rebuilders_one_rebuilds(store: Store, server: RedisServer) -> N
 def test_late_rebuilder_does_not_repeat(store: Store, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not rebuild again if another process finished after the check."""
     first, late = connect(server, store), connect(server, store)
-    looked = late.check
+    check = late.check
 
-    def looked_too_early() -> bool:
+    def check_too_early() -> bool:
         monkeypatch.undo()
-        needed = looked()
+        needed = check()
         assert Rebuilder(first, partial(fill, store)).run_once()
         return needed
 
-    monkeypatch.setattr(late, "check", looked_too_early)
+    monkeypatch.setattr(late, "check", check_too_early)
     runs: list[Index] = []
     assert not Rebuilder(late, runs.append).run_once()
     assert runs == []

@@ -59,9 +59,9 @@ def deployed(folder: Path, url: str) -> Fleet:
 
 def collect(fleet: Fleet) -> None:
     """Free the deleted version."""
-    rounds = fleet.make_gc_worker()
+    worker = fleet.make_gc_worker()
     for _ in range(3):
-        assert rounds.run_once() is not None
+        assert worker.run_once() is not None
         fleet.now += 3601
     assert len(list(fleet.objects.names("containers"))) == 1
 
@@ -211,7 +211,7 @@ def test_cluster_node_of_older_dump_is_noticed(tmp_path: Path) -> None:
 # --- the committer --------------------------------------------------------------------------------------------------
 
 
-class Kept:
+class RecordingOutbox:
     """An outbox whose events are looked at instead of sent."""
 
     authenticator = None
@@ -242,7 +242,7 @@ def test_committer_refuses_freed_containers(single: tuple[RedisServer, Fleet], m
     _, fleet = single
     manifest = fleet.manifests.get("default", "a", 1)
     collect(fleet)
-    monkeypatch.setattr(committer_handler, "Outbox", Kept)
+    monkeypatch.setattr(committer_handler, "Outbox", RecordingOutbox)
     of_all = tenant_contexts(CHOSEN, fleet.objects, fleet.secret, fleet.bits, fleet.index.for_domain)
     handler = CommitterHandler(CHOSEN, fleet.manifests, of_all, "w", Idle(), None)
     handler.on_assigned(0, "")
@@ -288,7 +288,7 @@ def test_restart_keeps_the_index(persistent: tuple[RedisServer, Fleet]) -> None:
         assert put(fleet, fresh, "again") > 0
     published: list[ContainerId] = []
 
-    def watched(target: RebuildTarget) -> None:
+    def record_target(target: RebuildTarget) -> None:
         publish = target.publish_many
 
         def publish_many(many: list[ContainerEntries]) -> None:
@@ -298,7 +298,7 @@ def test_restart_keeps_the_index(persistent: tuple[RedisServer, Fleet]) -> None:
         target.publish_many = publish_many  # type: ignore[method-assign, assignment]
         recover(fleet, target)
 
-    assert Rebuilder(fleet.index, watched).run_once()
+    assert Rebuilder(fleet.index, record_target).run_once()
     assert published == []
     assert fleet.index.entries()["chunks"] == before["chunks"]
     assert fleet.index.versions_of("default", "again") == [1]
@@ -339,7 +339,7 @@ def test_catalog_is_complete_before_containers_are(persistent: tuple[RedisServer
     assert not fleet.index.has_catalog
     seen: list[bool] = []
 
-    def watched(target: RebuildTarget) -> None:
+    def record_target(target: RebuildTarget) -> None:
         declare = target.declare_catalog
 
         def declared() -> None:
@@ -349,5 +349,5 @@ def test_catalog_is_complete_before_containers_are(persistent: tuple[RedisServer
         target.declare_catalog = declared  # type: ignore[method-assign]
         recover(fleet, target)
 
-    assert Rebuilder(fleet.index, watched).run_once()
+    assert Rebuilder(fleet.index, record_target).run_once()
     assert seen == [True]

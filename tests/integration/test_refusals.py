@@ -85,9 +85,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-def assert_refused(store: Store, kind: type[NearkinError], says: str, attempt: Callable[[], object]) -> None:
+def assert_refused(store: Store, kind: type[NearkinError], problem: str, attempt: Callable[[], object]) -> None:
     before, versions = objects(store.root), store.versions(all_versions=True)
-    with pytest.raises(kind, match=says) as caught:
+    with pytest.raises(kind, match=problem) as caught:
         attempt()
     assert "\n" not in str(caught.value)
     assert objects(store.root) == before
@@ -117,7 +117,7 @@ def test_odd_keys_are_kept_apart_and_listed_faithfully(store: Store, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("key", "says"),
+    ("key", "problem"),
     [
         ("", "at least one character"),
         ("k" * 1025, "1025 bytes"),
@@ -130,13 +130,13 @@ def test_odd_keys_are_kept_apart_and_listed_faithfully(store: Store, tmp_path: P
     ],
     ids=["empty", "1025", "64KiB", "4-byte", "nul-inside", "nul", "surrogate", "escaped-byte"],
 )
-def test_unlistable_key_is_refused_everywhere(key: str, says: str, store: Store) -> None:
+def test_unlistable_key_is_refused_everywhere(key: str, problem: str, store: Store) -> None:
     """Refuse a key that could not be listed unchanged."""
-    assert_refused(store, BadInput, says, lambda: store.put(key, b"x"))
-    assert_refused(store, BadInput, says, lambda: list(store.put_many([("fine", b"y"), (key, b"x")])))
-    assert_refused(store, BadInput, says, lambda: store.get(key))
-    assert_refused(store, BadInput, says, lambda: store.info(key))
-    assert_refused(store, BadInput, says, lambda: store.explain(key))
+    assert_refused(store, BadInput, problem, lambda: store.put(key, b"x"))
+    assert_refused(store, BadInput, problem, lambda: list(store.put_many([("fine", b"y"), (key, b"x")])))
+    assert_refused(store, BadInput, problem, lambda: store.get(key))
+    assert_refused(store, BadInput, problem, lambda: store.info(key))
+    assert_refused(store, BadInput, problem, lambda: store.explain(key))
     assert_refused(store, NotFound, "fine", lambda: store.get("fine"))  # its group was not committed
 
 
@@ -172,7 +172,7 @@ def test_sources_that_are_no_files_are_refused(store: Store, tmp_path: Path) -> 
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     (tmp_path / "loop").symlink_to("loop")
-    for path, says in [
+    for path, problem in [
         (tmp_path / "missing", "no such file"),
         (tmp_path, "not a regular file"),
         (fifo, "not a regular file"),
@@ -180,7 +180,7 @@ def test_sources_that_are_no_files_are_refused(store: Store, tmp_path: Path) -> 
         (tmp_path / "loop", "loop"),
         (tmp_path / ("n" * 300), "nnn"),
     ]:
-        assert_refused(store, BadInput, says, partial(store.put, "k", path))
+        assert_refused(store, BadInput, problem, partial(store.put, "k", path))
 
 
 def test_source_failing_midway_stores_no_version(store: Store) -> None:
@@ -204,7 +204,7 @@ def test_source_without_bytes_is_refused(store: Store, tmp_path: Path) -> None:
     closed = BytesIO(b"x")
     closed.close()
 
-    class Lying(BytesIO):
+    class OverstatingSource(BytesIO):
         def readinto(self, window: Buffer) -> int:
             # Beyond the window the bytes would be those of an earlier blob.
             return memoryview(window).nbytes + 1 if self.read(1) else 0
@@ -216,11 +216,11 @@ def test_source_without_bytes_is_refused(store: Store, tmp_path: Path) -> None:
             (None, "type NoneType"),
             (7, "type int"),
             (closed, "closed file"),
-            (Lying(b"x"), "readinto returned"),
+            (OverstatingSource(b"x"), "readinto returned"),
             (Path("a\0b"), "no such file"),
         ]
-        for source, says in sources:
-            assert_refused(store, BadInput, says, partial(store.put, "k", source))
+        for source, problem in sources:
+            assert_refused(store, BadInput, problem, partial(store.put, "k", source))
     assert store.put("k", cast("bytes", bytearray(CONTENT))).ledger.unique_bytes == 0
     assert store.put("k", cast("bytes", memoryview(CONTENT)[:100])).info.size_bytes == 100
 

@@ -30,7 +30,7 @@ def clock() -> Clock:
     return Clock(START.timestamp())
 
 
-def opened(root: Path, clock: Clock, *, encrypted: bool = False) -> Store:
+def open_retaining(root: Path, clock: Clock, *, encrypted: bool = False) -> Store:
     storage: dict[str, object] = {}
     if encrypted:
         if not (root.parent / "kek").exists():
@@ -52,7 +52,7 @@ def lose_first_record(store: Store, key: str = "k") -> str:
 
 def test_lost_record_leaves_the_last_in_force(tmp_path: Path, clock: Clock) -> None:
     """Apply the later record without record 1: listings, rm and verify, which names the gap."""
-    with opened(tmp_path / "s", clock) as store:
+    with open_retaining(tmp_path / "s", clock) as store:
         name = lose_first_record(store)
         store.put("k", b"two")
         assert store.info("k", 1).retain_until == LATEST
@@ -67,7 +67,7 @@ def test_lost_record_leaves_the_last_in_force(tmp_path: Path, clock: Clock) -> N
 @pytest.mark.parametrize("restart", [False, True])
 def test_gc_keeps_a_version_with_a_lost_record(tmp_path: Path, clock: Clock, restart: bool) -> None:
     """GC and purge free no version whose mark ignored a retention of which record 1 is lost."""
-    with opened(tmp_path / "s", clock) as store:
+    with open_retaining(tmp_path / "s", clock) as store:
         lose_first_record(store)
         now_us = int(clock.now * 1e6)
         store._manifests.put_mark(Mark("default", "k", 1, 1, MarkKind.DELETED, now_us, now_us))
@@ -84,7 +84,7 @@ def test_gc_keeps_a_version_with_a_lost_record(tmp_path: Path, clock: Clock, res
 
 def test_erasure_counts_a_version_with_a_lost_record(tmp_path: Path, clock: Clock) -> None:
     """An erasure of a tenant refuses for a retention of which only record 2 is left."""
-    with opened(tmp_path / "s", clock, encrypted=True) as store:
+    with open_retaining(tmp_path / "s", clock, encrypted=True) as store:
         lose_first_record(store)
         with pytest.raises(RetentionActive, match="retained versions: 1, the last one until 2026-12-03"):
             store.erase_tenant("default")
@@ -96,7 +96,7 @@ def test_unknown_record_name_damages_its_version(
     tmp_path: Path, clock: Clock, last: str, all_versions: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Report an unknown record name as damage of one version; listings show the others."""
-    with opened(tmp_path / "s", clock) as store:
+    with open_retaining(tmp_path / "s", clock) as store:
         for key in ("a", "k", "z"):
             store.put(key, b"one")
         folder = store._manifests.retentions.name("default", "k", 1, 1).rpartition("/")[0]
@@ -114,7 +114,7 @@ def test_unknown_manifest_name_is_damage(tmp_path: Path, clock: Clock, name: str
 
     Verify and rebuild_index continue.
     """
-    with opened(tmp_path / "s", clock) as store:
+    with open_retaining(tmp_path / "s", clock) as store:
         for key in ("a", "k", "z"):
             store.put(key, b"one")
         folder = store._manifests.retentions.name("default", "k", 1, 1).rpartition("/")[0]

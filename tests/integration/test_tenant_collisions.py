@@ -36,27 +36,27 @@ NO_CHANGES: Mapping[str, Mapping[str, object]] = {}
 REMEDY = r"tenant 'second': .*choose another name"
 
 
-def opened(folder: Path, tenant: str, changes: Mapping[str, Mapping[str, object]] = NO_CHANGES) -> Store:
+def open_tenant(folder: Path, tenant: str, changes: Mapping[str, Mapping[str, object]] = NO_CHANGES) -> Store:
     return open_store(folder, settings=settings(SMALL, changes, {"tenant": tenant}), create=True)
 
 
 @pytest.fixture
-def one_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def shared_tenant_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all tenants have one hash in a local index."""
     for names in (PlainNames, EncryptedNames):
         monkeypatch.setattr(names, "tenant_head", lambda _self, _tenant: b"\1" * 8)
 
 
-@pytest.mark.usefixtures("one_head")
+@pytest.mark.usefixtures("shared_tenant_head")
 @pytest.mark.parametrize("changes", [NO_CHANGES, ENCRYPTED], ids=["plain", "encrypted"])
 def test_second_tenant_of_a_hash_reads_nothing_and_is_refused(
     tmp_path: Path, changes: Mapping[str, Mapping[str, object]]
 ) -> None:
     """List nothing of the first tenant to the second; refuse its put before it stores."""
-    with opened(tmp_path, "first", changes) as store:
+    with open_tenant(tmp_path, "first", changes) as store:
         store.put("key", b"the first tenant's")
     before = objects(tmp_path)
-    with opened(tmp_path, "second", changes) as store:
+    with open_tenant(tmp_path, "second", changes) as store:
         assert list(store.versions()) == []
         assert list(store.catalog_after("second", "", "", None, 10)) == []
         for ask in (store.get, store.info):
@@ -66,7 +66,7 @@ def test_second_tenant_of_a_hash_reads_nothing_and_is_refused(
             store.put("other", b"the second tenant's")
     assert "first" not in str(refused.value)
     assert objects(tmp_path) == before
-    with opened(tmp_path, "first", changes) as store:
+    with open_tenant(tmp_path, "first", changes) as store:
         assert [info.key for info in store.versions()] == ["key"]
         assert store.put("key", b"the first tenant's again").info.version == 2
 
@@ -77,10 +77,10 @@ def test_index_with_two_tenants_of_a_hash_keeps_them_apart(tmp_path: Path, reque
     Listing, GC run and erasure of one spare the other.
     """
     for tenant in ("first", "second"):
-        with opened(tmp_path, tenant) as store:
+        with open_tenant(tmp_path, tenant) as store:
             store.put(f"of {tenant}", b"x")
-    request.getfixturevalue("one_head")
-    with opened(tmp_path, "second") as store:
+    request.getfixturevalue("shared_tenant_head")
+    with open_tenant(tmp_path, "second") as store:
         store.rebuild_index()
         assert [info.key for info in store.versions()] == ["of second"]
         index = store._index.writable()
@@ -110,7 +110,7 @@ def test_redis_refuses_the_second_tenant_of_a_hash(
     tmp_path: Path, redis_index: RedisIndex, caplog: pytest.LogCaptureFixture
 ) -> None:
     """List nothing of the first tenant to the second in Redis; its commits change nothing."""
-    with opened(tmp_path, "first") as store:
+    with open_tenant(tmp_path, "first") as store:
         store.put("key", b"the first tenant's")
         first = manifest_of(store, "key")
     second = replace(first, tenant="second")
@@ -132,10 +132,10 @@ def test_keys_of_another_tenant_of_a_hash_are_refused(tmp_path: Path, monkeypatc
     """Refuse a data key to a second tenant of the domain: no read, write or erasure."""
     for module in (fingerprints, keyring, encrypting):
         monkeypatch.setattr(module, "domain_of", lambda _tenant: b"\3" * 16)
-    with opened(tmp_path, "first", ENCRYPTED) as store:
+    with open_tenant(tmp_path, "first", ENCRYPTED) as store:
         store.put("key", b"the first tenant's")
     before = objects(tmp_path)
-    with opened(tmp_path, "second", ENCRYPTED) as store:
+    with open_tenant(tmp_path, "second", ENCRYPTED) as store:
         with pytest.raises(TenantCollision, match=REMEDY):
             store.get("key")
         with pytest.raises(TenantCollision, match=REMEDY):
@@ -143,24 +143,24 @@ def test_keys_of_another_tenant_of_a_hash_are_refused(tmp_path: Path, monkeypatc
         with pytest.raises(TenantCollision, match=REMEDY):
             store.erase_tenant("second", 0)
     assert objects(tmp_path) == before
-    with opened(tmp_path, "first", ENCRYPTED) as store:
+    with open_tenant(tmp_path, "first", ENCRYPTED) as store:
         assert b"".join(store.get("key")) == b"the first tenant's"
 
 
 def test_features_of_another_tenant_of_a_hash_are_no_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Find no base of another tenant in a shared super-feature namespace; store the put."""
 
-    def of_one_namespace(sketch: str, _domain: bytes, super_features: U64) -> U8:
+    def shared_feature_keys(sketch: str, _domain: bytes, super_features: U64) -> U8:
         return feature_keys(sketch, b"\4" * 16, super_features)
 
     for module in (lmdb_index, pending):
-        monkeypatch.setattr(module, "feature_keys", of_one_namespace)
+        monkeypatch.setattr(module, "feature_keys", shared_feature_keys)
     text = text_like(300_000, 1)
-    with opened(tmp_path, "first") as store:
+    with open_tenant(tmp_path, "first") as store:
         store.put("key", text)
     changed = mutate(text, 2, edits=40)
-    with opened(tmp_path, "second") as store:
+    with open_tenant(tmp_path, "second") as store:
         assert store.put("key", changed).ledger.delta_chunks == 0
         assert b"".join(store.get("key")) == changed
-    with opened(tmp_path, "first") as store:  # where the base is its own, the same content is stored as deltas
+    with open_tenant(tmp_path, "first") as store:  # where the base is its own, the same content is stored as deltas
         assert store.put("key", changed).ledger.delta_chunks > 0

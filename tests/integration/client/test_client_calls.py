@@ -42,8 +42,8 @@ def test_calls_return_what_the_store_does(store: RemoteStore, gateway: ScriptedG
     assert store.get("a/b", 1, start=299_999).read() == DATA[-1:]
     assert store.get("a/b", 1, start=7, stop=7).read() == b""
     file = io.BytesIO()
-    heard: list[int] = []
-    assert store.get("a/b", 1).write_to(file, progress=heard.append) == len(DATA) == sum(heard)
+    progress: list[int] = []
+    assert store.get("a/b", 1).write_to(file, progress=progress.append) == len(DATA) == sum(progress)
     assert file.getvalue() == DATA
 
 
@@ -65,9 +65,9 @@ def test_blobs_of_every_size_are_restored(store: RemoteStore, size: int) -> None
 def test_paths_files_and_pipes_are_sources(store: RemoteStore, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(DATA)
     for number, source in enumerate((tmp_path / "file", io.BytesIO(DATA), Unseekable(DATA), DATA), 1):
-        heard: list[int] = []
-        assert store.put("k", source, progress=heard.append).info.version == number  # type: ignore[arg-type]
-        assert sum(heard) == len(DATA)
+        progress: list[int] = []
+        assert store.put("k", source, progress=progress.append).info.version == number  # type: ignore[arg-type]
+        assert sum(progress) == len(DATA)
         assert store.get("k").read() == DATA
     half = io.BytesIO(DATA)
     half.seek(100_000)

@@ -17,9 +17,9 @@ def test_deletion_with_lost_response_is_done_once(store: RemoteStore, gateway: S
     gateway.script(fault)
     assert store.delete("k", reason="täglich") == 2
     assert {entry.reason for entry in store.list_deleted()} == {"täglich"}
-    asked = [headers["idempotency-key"] for method, _, headers in gateway.seen if method == "DELETE"]
-    assert len(asked) == 2
-    assert len(set(asked)) == 1
+    keys = [headers["idempotency-key"] for method, _, headers in gateway.seen if method == "DELETE"]
+    assert len(keys) == 2
+    assert len(set(keys)) == 1
     with pytest.raises(NotFound):
         store.delete("k")
     gateway.script(fault)

@@ -32,9 +32,9 @@ def test_put_failed_in_transit_is_stored_once(
     (tmp_path / "file").write_bytes(DATA)
     source: Any = {"bytes": DATA, "path": tmp_path / "file", "file": io.BytesIO(DATA)}[kind]
     gateway.script(fault, fault)
-    heard: list[int] = []
-    assert store.put("k", source, progress=heard.append).info.version == 1
-    assert sum(heard) == len(DATA)
+    progress: list[int] = []
+    assert store.put("k", source, progress=progress.append).info.version == 1
+    assert sum(progress) == len(DATA)
     assert len(gateway.seen) == 3
     assert len({headers["idempotency-key"] for _, _, headers in gateway.seen}) == 1
     assert len(gateway.read().versions(all_versions=True)) == 1
@@ -140,7 +140,7 @@ def test_shrinking_file_is_refused_growing_cut(store: RemoteStore, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("key", "source", "says"),
+    ("key", "source", "problem"),
     [
         ("", b"", "at least one character"),
         ("x" * 1025, b"", "1024"),
@@ -151,9 +151,9 @@ def test_shrinking_file_is_refused_growing_cut(store: RemoteStore, tmp_path: Pat
     ],
 )
 def test_put_refused_locally_is_never_sent(
-    store: RemoteStore, gateway: ScriptedGateway, key: str, source: Any, says: str
+    store: RemoteStore, gateway: ScriptedGateway, key: str, source: Any, problem: str
 ) -> None:
-    with pytest.raises(BadInput, match=says):
+    with pytest.raises(BadInput, match=problem):
         store.put(key, source)
     assert gateway.seen == []
 

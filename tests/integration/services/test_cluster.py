@@ -116,15 +116,15 @@ def test_status_shows_crashes_and_runs_exclude(
     chunker = processes.launch(
         "chunker", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "l", folder
     )
-    code, said = status()
-    assert (code, f"chunker      up, pid {chunker.pid}" in said) == (0, True)
+    code, output = status()
+    assert (code, f"chunker      up, pid {chunker.pid}" in output) == (0, True)
     (folder / "chunker.log").write_text("what went wrong\n")
     os.kill(chunker.pid, signal.SIGKILL)
     until(lambda: not chunker.alive)
-    code, said = status()
+    code, output = status()
     assert code == 1
-    assert "chunker      ENDED BY ITSELF" in said
-    assert "what went wrong" in said
+    assert "chunker      ENDED BY ITSELF" in output
+    assert "what went wrong" in output
     cluster = Cluster(folder)
     with cluster._locked(), pytest.raises(RetryableError, match="another `make up` or `make down` is at work"):
         Cluster(folder).down()

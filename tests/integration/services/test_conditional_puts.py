@@ -20,18 +20,18 @@ from tests.support.servers.gateways import RunningGateway
 ONLY_FIRST = {"If-None-Match": "*"}
 
 
-def together(count: int, work: Callable[[int], None]) -> None:
+def run_concurrently(count: int, work: Callable[[int], None]) -> None:
     """Run `work` in so many threads that begin at the same moment."""
     barrier, failures = threading.Barrier(count), list[BaseException]()
 
-    def one(number: int) -> None:
+    def run_one(number: int) -> None:
         barrier.wait(30)
         try:
             work(number)
         except BaseException as err:
             failures.append(err)
 
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(count)]
+    threads = [threading.Thread(target=run_one, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -51,7 +51,7 @@ def test_of_six_concurrent_first_puts_one_wins(gateway: RunningGateway, client: 
             with gateway.client() as own:
                 statuses.append(own.put(f"/v1/blobs/{key}", content=b"v%d" % number, headers=ONLY_FIRST).status_code)
 
-        together(6, one)
+        run_concurrently(6, one)
         assert sorted(statuses) == [201, 412, 412, 412, 412, 412]
         assert len(client.get(f"/v1/blobs/{key}/versions").json()["versions"]) == 1
 
@@ -90,7 +90,7 @@ def test_history_of_an_embedded_gateway_is_linearizable(gateway: RunningGateway)
                 for step in range(7):
                     act(client, recorder, f"/v1/blobs/history {seed}", f"{worker}.{step}", drawn)
 
-            together(5, work)
+            run_concurrently(5, work)
         assert is_linearizable(recorder.operations), (key, recorder.operations)
 
 

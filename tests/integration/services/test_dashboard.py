@@ -367,10 +367,10 @@ def test_pages_read_the_index_off_the_loop(
 def test_blob_page_shows_kinds_and_versions(login: Login) -> None:
     """Show each kind of chunk and all versions."""
     client = login()
-    told = client.get("/v1/explain/db/dump").json()
+    answer = client.get("/v1/explain/db/dump").json()
     page = client.get("/ui/blob", params={"key": "db/dump"}).text
     for kind in ("duplicate", "delta"):
-        assert told["kinds"][kind]["chunks"]
+        assert answer["kinds"][kind]["chunks"]
         assert f'class="kind-{kind}"' in page
     assert re.findall(r'data-delete="db/dump" data-version="([0-9])"', page) == ["3", "2", "1"]
     first = client.get("/ui/blob", params={"key": "db/dump", "version": "1"}).text
@@ -409,10 +409,10 @@ def test_changed_setting_applies_and_is_audited(login: Login) -> None:
 
 
 def test_commits_appear_in_the_last_hour(login: Login) -> None:
-    told = login().get("/v1/pipeline").json()
-    assert (told["embedded"], told["stages"], len(told["minutes"])) == (True, [], 60)
-    assert sum(minute["committed"] for minute in told["minutes"]) >= 5
-    assert sum(minute["logical_bytes"] for minute in told["minutes"]) >= 1_250_000
+    answer = login().get("/v1/pipeline").json()
+    assert (answer["embedded"], answer["stages"], len(answer["minutes"])) == (True, [], 60)
+    assert sum(minute["committed"] for minute in answer["minutes"]) >= 5
+    assert sum(minute["logical_bytes"] for minute in answer["minutes"]) >= 1_250_000
 
 
 def test_damage_is_shown_on_the_upkeep_page(tmp_path: Path) -> None:
@@ -424,10 +424,10 @@ def test_damage_is_shown_on_the_upkeep_page(tmp_path: Path) -> None:
             file.write(bytes(64))
         assert store.verify().damage
     with running(embedded(tmp_path / "store")) as found, found.client() as client:
-        told = client.get("/v1/scrub").json()
-        assert told["quarantined_containers"] == 1
+        answer = client.get("/v1/scrub").json()
+        assert answer["quarantined_containers"] == 1
         page = client.get("/ui/upkeep").text
-        assert told["quarantined"][0]["object_name"] in page
+        assert answer["quarantined"][0]["object_name"] in page
         assert '<dd class="problem">1</dd>' in page
 
 

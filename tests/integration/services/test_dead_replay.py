@@ -182,14 +182,14 @@ def test_oversized_record_is_read_from_its_origin(world: World) -> None:
     producer.produce(world.users, large, b"k", partition=1, headers=[("mine", b"a")])
     assert producer.flush(30) == 0
     world.reject(world.record(0, large, all_headers=(("mine", b"a"),)), world.record(77, large))
-    kept, gone = sorted(list_letters(world.settings), key=lambda letter: str(letter.source))
+    kept, expired = sorted(list_letters(world.settings), key=lambda letter: str(letter.source))
     assert kept.omitted
     assert kept.value_bytes == 0
     replay(world.settings, [kept.place])
     assert [len(message.value()) for message in world.sent_back()] == [3_000_000] * 2
     assert dict(world.sent_back()[1].headers())["mine"] == b"a"
     with pytest.raises(PermanentError, match=r"is no longer in users-.*\[1\] at offset 77"):
-        replay(world.settings, [gone.place])
+        replay(world.settings, [expired.place])
 
 
 def test_missing_letters_are_reported(world: World, kafka: Any) -> None:

@@ -60,7 +60,7 @@ def restored(pipeline: Pipeline, tenant: str, key: str, version: int) -> bytes:
     return b"".join(VersionReader(manifest.info, manifest, containers, namer, 0, manifest.size_bytes).pieces())
 
 
-def asked_at_a_gateway(pipeline: Pipeline, folder: Path) -> None:
+def request_erased_blobs(pipeline: Pipeline, folder: Path) -> None:
     """Request an erased tenant's blobs and put more through a gateway.
 
     410 before a body is read.
@@ -87,15 +87,21 @@ def asked_at_a_gateway(pipeline: Pipeline, folder: Path) -> None:
 def test_stored_objects_are_encrypted_erasable(pipeline: Pipeline, tmp_path: Path) -> None:
     """Encrypt what services store; erase a tenant."""
     versions = [FIRST, mutate(FIRST, 2, edits=40, edit_bytes_max=90)]
-    told_bytes = 0
+    reported_bytes = 0
     for tenant in ("db", "web"):
         for data in versions:
             event = uploaded(pipeline, tenant, "a-secret-key", data)
             assert event["state"] == "committed", (event, pipeline.logs())
-            told_bytes += event["ledger"]["stored_bytes"]
+            reported_bytes += event["ledger"]["stored_bytes"]
     of_versions = ("containers/", "manifests/", "parity/containers/", "parity/manifests/")
-    lies = {name: len(data) for name, data in objects(tmp_path / "objects").items() if name.startswith(of_versions)}
-    assert told_bytes == sum(lies.values()) > sum(size for name, size in lies.items() if not name.startswith("parity"))
+    stored_sizes = {
+        name: len(data) for name, data in objects(tmp_path / "objects").items() if name.startswith(of_versions)
+    }
+    assert (
+        reported_bytes
+        == sum(stored_sizes.values())
+        > sum(size for name, size in stored_sizes.items() if not name.startswith("parity"))
+    )
     for name, data in objects(tmp_path / "objects").items():
         assert data[:4] == b"NKE1" or name.startswith(("keys/", "parity/")) or name == "nearkin.json", name
         assert b"a-secret-key" not in data
@@ -110,7 +116,7 @@ def test_stored_objects_are_encrypted_erasable(pipeline: Pipeline, tmp_path: Pat
         pipeline.start(service)
     with pytest.raises(TenantErased):
         restored(pipeline, "db", "a-secret-key", 1)
-    asked_at_a_gateway(pipeline, tmp_path)
+    request_erased_blobs(pipeline, tmp_path)
     event = uploaded(pipeline, "db", "another", FIRST)
     assert event["state"] == "failed", (event, pipeline.logs())
     assert "its keys were erased" in event["failure"]

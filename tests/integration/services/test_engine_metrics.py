@@ -26,7 +26,7 @@ NEXT = bytes(DATA[place] ^ (place % 4099 == 0) for place in range(len(DATA)))
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, Metric]]:
+def served_metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, Metric]]:
     folder = tmp_path_factory.mktemp("engine")
     (folder / "nearkin.toml").write_text("[monitor]\nport = 0\n[gc]\ninterval_seconds = 60\ngrace_seconds = 60\n")
     new_store(folder / "store")
@@ -36,14 +36,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cli
         process = subprocess.Popen([*command, "--config", str(folder / "nearkin.toml")], stdout=out, stderr=out)
     try:
 
-        def found() -> tuple[set[str], set[str]] | None:
+        def find_urls() -> tuple[set[str], set[str]] | None:
             assert process.poll() is None, log.read_text()
-            said = log.read_text()
-            urls = set(re.findall(r"http://127\.0\.0\.1:\d+\b(?!/metrics)", said))
-            monitors = set(re.findall(r"(http://127\.0\.0\.1:\d+)/metrics", said))
+            text = log.read_text()
+            urls = set(re.findall(r"http://127\.0\.0\.1:\d+\b(?!/metrics)", text))
+            monitors = set(re.findall(r"(http://127\.0\.0\.1:\d+)/metrics", text))
             return (urls - monitors, monitors) if monitors and urls - monitors else None
 
-        listening = until(found, log.read_text)
+        listening = until(find_urls, log.read_text)
         assert listening is not None
         (url,), (monitor,) = listening
 
@@ -62,8 +62,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cli
         process.wait(60)
 
 
-def test_bytes_are_shown_after_each_step(served: tuple[httpx.Client, Metric]) -> None:
-    _, metric = served
+def test_bytes_are_shown_after_each_step(served_metrics: tuple[httpx.Client, Metric]) -> None:
+    _, metric = served_metrics
     sent = 3 * len(DATA) + 1_000_000
     assert metric('nearkin_bytes_total{after="in"}') == sent
     after = [metric(f'nearkin_bytes_total{{after="{name}"}}') for name in ("in", "dedup", "delta", "stored")]
@@ -73,8 +73,8 @@ def test_bytes_are_shown_after_each_step(served: tuple[httpx.Client, Metric]) ->
     assert after[2] < 1.2 * len(DATA)
 
 
-def test_each_byte_is_shown_at_the_level_that_dropped_it(served: tuple[httpx.Client, Metric]) -> None:
-    _, metric = served
+def test_each_byte_is_shown_at_the_level_that_dropped_it(served_metrics: tuple[httpx.Client, Metric]) -> None:
+    _, metric = served_metrics
     shown = {name: metric(f'nearkin_dedup_bytes_total{{level="{name}"}}') for name in LEVELS}
     assert shown["segment"] == len(DATA)  # the second `a`
     assert shown["fresh"] == 2 * len(DATA)
@@ -85,9 +85,9 @@ def test_each_byte_is_shown_at_the_level_that_dropped_it(served: tuple[httpx.Cli
     )
 
 
-def test_base_sources_and_depths_are_shown(served: tuple[httpx.Client, Metric]) -> None:
+def test_base_sources_and_depths_are_shown(served_metrics: tuple[httpx.Client, Metric]) -> None:
     """Show the sources of bases and the depths of chunks."""
-    _, metric = served
+    _, metric = served_metrics
     bases = {name: metric(f'nearkin_base_chunks_total{{policy="{name}"}}') for name in POLICIES}
     deltas = metric('nearkin_chunks_total{kind="delta"}')
     assert bases["locality"] + bases["first-fit"] == deltas > 0
@@ -97,8 +97,8 @@ def test_base_sources_and_depths_are_shown(served: tuple[httpx.Client, Metric]) 
     assert sum(metric(f'nearkin_base_bytes_total{{policy="{name}"}}') for name in POLICIES) == 2 * len(DATA)
 
 
-def test_stages_queues_index_and_caches_are_shown(served: tuple[httpx.Client, Metric]) -> None:
-    _, metric = served
+def test_stages_queues_index_and_caches_are_shown(served_metrics: tuple[httpx.Client, Metric]) -> None:
+    _, metric = served_metrics
     for stage in ("chunker", "dedup", "resemblance", "delta", "commit"):
         assert metric(f'nearkin_stage_seconds_count{{stage="{stage}"}}') > 0
         assert 0 < metric(f'nearkin_stage_seconds_sum{{stage="{stage}"}}') < 600
@@ -116,8 +116,8 @@ def test_stages_queues_index_and_caches_are_shown(served: tuple[httpx.Client, Me
     assert metric('nearkin_cache_lookups_total{cache="directories",found="yes"}') > 0
 
 
-def test_damage_and_garbage_are_counted_from_nothing(served: tuple[httpx.Client, Metric]) -> None:
-    _, metric = served
+def test_damage_and_garbage_are_counted_from_nothing(served_metrics: tuple[httpx.Client, Metric]) -> None:
+    _, metric = served_metrics
     assert metric('nearkin_corrupt_total{where="restore"}') == 0
     assert metric("nearkin_scrub_damaged_total") == 0
     assert metric("nearkin_gc_freed_bytes_total") == 0

@@ -99,8 +99,8 @@ def test_routes_require_a_token_with_scope(client: Maker, method: str, path: str
     assert refused.status_code == 403
     assert f'scope="{scope}"' in refused.headers["www-authenticate"]
     del without.headers["authorization"]
-    nobody = without.request(method, path, content=body)
-    assert (nobody.status_code, nobody.headers["www-authenticate"]) == (401, 'Bearer realm="nearkin"')
+    anonymous = without.request(method, path, content=body)
+    assert (anonymous.status_code, anonymous.headers["www-authenticate"]) == (401, 'Bearer realm="nearkin"')
 
 
 def test_no_route_is_missing_from_the_table(gateway: RunningGateway) -> None:
@@ -142,9 +142,9 @@ def test_embedded_store_accepts_its_tenant_only(client: Maker) -> None:
 
 
 def test_another_tenants_status_is_404(client: Maker) -> None:
-    told = client("default", "write").put("/v1/blobs/told", content=b"x").json()
-    assert client("default", "read").get(told["status"]).json()["state"] == "committed"
-    assert client("other", "read").get(told["status"]).status_code == 404
+    result = client("default", "write").put("/v1/blobs/told", content=b"x").json()
+    assert client("default", "read").get(result["status"]).json()["state"] == "committed"
+    assert client("other", "read").get(result["status"]).status_code == 404
 
 
 def test_revoked_or_expired_token_is_refused(gateway: RunningGateway, client: Maker, folder: Path) -> None:
@@ -155,11 +155,11 @@ def test_revoked_or_expired_token_is_refused(gateway: RunningGateway, client: Ma
     late = client("default", "read")
     number = late.headers["authorization"].split("_")[1]
     file = folder / "tokens.json"
-    held = json.loads(file.read_text())
-    for entry in held["tokens"]:
+    content = json.loads(file.read_text())
+    for entry in content["tokens"]:
         if entry["id"] == number:
             entry["expires"] = 1
-    file.write_text(json.dumps(held))
+    file.write_text(json.dumps(content))
     until(lambda: late.get("/v1/blobs").status_code == 401)
     assert late.get("/v1/blobs").json()["type"] == "urn:nearkin:problem:expired-token"
 
@@ -211,9 +211,9 @@ def test_token_revoked_during_start_is_refused(tmp_path: Path, monkeypatch: pyte
 def test_tokens_file_is_private_without_tokens(tmp_path: Path) -> None:
     """Store no token in the file, which only its owner can read."""
     text, made = tokens.create(tmp_path / "t.json", "default", ["read", "admin"], note="n")
-    held = (tmp_path / "t.json").read_text()
-    assert text not in held
-    assert text.split("_", 2)[2] not in held
+    content = (tmp_path / "t.json").read_text()
+    assert text not in content
+    assert text.split("_", 2)[2] not in content
     assert (tmp_path / "t.json").stat().st_mode & 0o077 == 0
     assert tokens.TokenFile(tmp_path / "t.json").find(text) == made
     assert tokens.TokenFile(tmp_path / "t.json").find(text[:-1] + ("A" if text[-1] != "A" else "B")) is None
@@ -310,14 +310,14 @@ def test_requests_are_counted_by_route_only(gateway: RunningGateway, client: Mak
     """Count requests by route, never by text that strangers send."""
     reader = client("default", "read")
 
-    def counted() -> dict[tuple[str, str, str], float]:
+    def request_counts() -> dict[tuple[str, str, str], float]:
         return {
             (sample.labels["method"], sample.labels["route"], sample.labels["status"]): sample.value
             for sample in next(iter(metrics.REQUESTS.collect())).samples
             if sample.name.endswith("_total")
         }
 
-    before, bytes_before = counted(), metrics.BYTES.labels("in")._value.get()
+    before, bytes_before = request_counts(), metrics.BYTES.labels("in")._value.get()
     assert client("default", "write").put("/v1/blobs/counted", content=b"x" * 4321).status_code == 201
     assert metrics.BYTES.labels("in")._value.get() - bytes_before == 4321
     assert reader.get("/v1/blobs/shared/name").status_code == 200
@@ -325,15 +325,17 @@ def test_requests_are_counted_by_route_only(gateway: RunningGateway, client: Mak
     assert reader.request("PROPFIND", "/v1/blobs/shared/name").status_code == 405
 
     def added() -> dict[tuple[str, str, str], float]:
-        return {key: count - before.get(key, 0.0) for key, count in counted().items() if count != before.get(key)}
+        return {
+            key: count - before.get(key, 0.0) for key, count in request_counts().items() if count != before.get(key)
+        }
 
     # A request is counted after its answer was sent; those of the fixture, which asked more, are counted too.
     got, nowhere = ("GET", "/v1/blobs/{key:path}", "200"), ("GET", "other", "404")
     until(lambda: {got, nowhere} <= added().keys() and any(method == "other" for method, _, _ in added()), added)
     assert added()[got] == 1
     assert sum(count for (_, route, status), count in added().items() if (route, status) == ("other", "404")) == 1
-    assert {method for method, _, _ in counted()} <= METHODS | {"other"}
-    assert not any("shared" in route for _, route, _ in counted())
+    assert {method for method, _, _ in request_counts()} <= METHODS | {"other"}
+    assert not any("shared" in route for _, route, _ in request_counts())
 
 
 def test_admin_of_a_tenant_sees_and_sets_nothing_of_others(client: Maker) -> None:

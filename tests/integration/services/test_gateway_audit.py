@@ -102,7 +102,7 @@ def world(folder: Path, **audit: Any) -> Iterator[World]:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[World]:
+def audited_world(tmp_path: Path) -> Iterator[World]:
     yield from world(tmp_path, window_seconds=1)
 
 
@@ -149,17 +149,20 @@ def browse(gateway: RunningGateway, text: str) -> None:
         assert browser.post("/logout", data={"csrf": csrf[1]}).status_code == 303
 
 
-def test_audit_events_come_from_real_requests(served: World, collected: Collected, written: io.StringIO) -> None:
+def test_audit_events_come_from_real_requests(audited_world: World, collected: Collected, written: io.StringIO) -> None:
     """Produce each event of the table with its fields alone; no line of the log has a secret."""
-    text = served.token()
-    with served.gateway.client(text) as client:
+    text = audited_world.token()
+    with audited_world.gateway.client(text) as client:
         store_and_read(client)
         upload(client)
         operate(client)
-        browse(served.gateway, text)
-        tokens.revoke(served.file, text.split("_")[1])
+        browse(audited_world.gateway, text)
+        tokens.revoke(audited_world.file, text.split("_")[1])
         assert client.get("/v1/blobs").status_code == 401
-    assert httpx.get(f"{served.gateway.url}/v1/blobs", headers={"Authorization": f"Bearer {BAD}"}).status_code == 401
+    assert (
+        httpx.get(f"{audited_world.gateway.url}/v1/blobs", headers={"Authorization": f"Bearer {BAD}"}).status_code
+        == 401
+    )
     until(lambda: EVENTS.keys() - {record["event"] for record in collected.records} <= {"audit.suppressed"})
     for record in collected.records:
         event = EVENTS[record["event"]]
@@ -167,20 +170,20 @@ def test_audit_events_come_from_real_requests(served: World, collected: Collecte
         assert record["level"] == event.level
     until(lambda: "token.revoked" in written.getvalue())
     log = written.getvalue()
-    for hidden in (*(made.split("_", 2)[2] for made in served.made), BAD, BAD[3:11] + "_", CONTENT.decode()):
+    for hidden in (*(made.split("_", 2)[2] for made in audited_world.made), BAD, BAD[3:11] + "_", CONTENT.decode()):
         assert hidden not in log
 
 
-def test_audit_records_name_actor_key_and_result(served: World, collected: Collected) -> None:
+def test_audit_records_name_actor_key_and_result(audited_world: World, collected: Collected) -> None:
     """A read has tenant, token id, peer, key, version, range, bytes and the id of its answer."""
-    with served.client("read", "write") as client:
+    with audited_world.client("read", "write") as client:
         client.put("/v1/blobs/a/key", content=CONTENT)
         answer = client.get("/v1/blobs/a/key", headers={"Range": "bytes=2-5"})
         client.get("/v1/blobs/absent")
         until(lambda: len(collected.of("blob.read")) == 2)
         found, absent = collected.of("blob.read")
         (stored,) = collected.of("blob.stored")
-    number = served.made[0].split("_")[1]
+    number = audited_world.made[0].split("_")[1]
     actor = {"tenant": "default", "token": number, "peer": "127.0.0.1"}
     assert found == {
         "event": "blob.read", **actor, "key": "a/key", "version": 1, "range": "2-5", "bytes": 4, "result": 206,
@@ -192,14 +195,14 @@ def test_audit_records_name_actor_key_and_result(served: World, collected: Colle
     }  # fmt: skip
 
 
-def test_failed_authentication_is_recorded_with_its_reason(served: World, collected: Collected) -> None:
+def test_failed_authentication_is_recorded_with_its_reason(audited_world: World, collected: Collected) -> None:
     """Reasons are told apart; the id of a token is recorded only once its secret was proved."""
-    url, gone = served.gateway.url, served.token("read")
-    file = json.loads(served.file.read_text())
+    url, expired = audited_world.gateway.url, audited_world.token("read")
+    file = json.loads(audited_world.file.read_text())
     file["tokens"][-1]["expires"] = 1
-    served.file.write_text(json.dumps(file))
-    reader, stranger = served.token("read"), served.token("read", "write", tenant="other")
-    for given in (gone, reader[:-1] + ("A" if reader[-1] != "A" else "B")):
+    audited_world.file.write_text(json.dumps(file))
+    reader, stranger = audited_world.token("read"), audited_world.token("read", "write", tenant="other")
+    for given in (expired, reader[:-1] + ("A" if reader[-1] != "A" else "B")):
         assert httpx.get(f"{url}/v1/blobs", headers={"Authorization": f"Bearer {given}"}).status_code == 401
     for method, path, given in (("PUT", "/v1/blobs/x", reader), ("PUT", "/v1/blobs/x", stranger)):
         refused = httpx.request(method, f"{url}{path}", content=b"x", headers={"Authorization": f"Bearer {given}"})
@@ -211,7 +214,7 @@ def test_failed_authentication_is_recorded_with_its_reason(served: World, collec
     failed = collected.of("auth.failed")
     found = {(record["reason"], record["via"]): record.get("token") for record in failed if "repeats" not in record}
     assert found == {
-        ("expired", "bearer"): gone.split("_")[1],
+        ("expired", "bearer"): expired.split("_")[1],
         ("unknown", "bearer"): None,
         ("scope", "bearer"): reader.split("_")[1],
         ("foreign-tenant", "bearer"): stranger.split("_")[1],
@@ -222,7 +225,7 @@ def test_failed_authentication_is_recorded_with_its_reason(served: World, collec
     assert {reason for reason, _ in found} <= set(REASONS)
 
 
-def test_flood_of_bad_tokens_costs_few_records(served: World, collected: Collected) -> None:
+def test_flood_of_bad_tokens_costs_few_records(audited_world: World, collected: Collected) -> None:
     """Summarise 1,000 requests with bad tokens: one first record, and counts of all others."""
     before, began = metrics.AUDIT_EVENTS.labels("auth.failed")._value.get(), time.monotonic()
     for first in range(0, 1000, PIPELINED_MAX):
@@ -230,12 +233,12 @@ def test_flood_of_bad_tokens_costs_few_records(served: World, collected: Collect
             f"GET /v1/blobs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer nk_{first + number:08x}_{'A' * 43}\r\n"
             for number in range(PIPELINED_MAX)
         ]
-        served.gateway.raw(("\r\n".join(heads) + "Connection: close\r\n\r\n").encode())
+        audited_world.gateway.raw(("\r\n".join(heads) + "Connection: close\r\n\r\n").encode())
 
-    def counted() -> int:
+    def count_failures() -> int:
         return sum(record.get("repeats", 1) for record in collected.of("auth.failed"))
 
-    until(lambda: counted() == 1000, counted)
+    until(lambda: count_failures() == 1000, count_failures)
     windows = time.monotonic() - began + 2  # of a second each: a first record and a summary
     assert len(collected.records) <= 2 * windows < 100
     assert metrics.AUDIT_EVENTS.labels("auth.failed")._value.get() - before == 1000
@@ -244,8 +247,8 @@ def test_flood_of_bad_tokens_costs_few_records(served: World, collected: Collect
 
 def test_reads_beyond_the_rate_are_counted_and_changes_kept(tmp_path: Path, collected: Collected) -> None:
     """Beyond `audit.per_second` reads are summed up by event; no deletion is left out."""
-    for served in world(tmp_path, window_seconds=3600, per_second=5):
-        with served.client() as client:
+    for audited_world in world(tmp_path, window_seconds=3600, per_second=5):
+        with audited_world.client() as client:
             for number in range(8):
                 client.put(f"/v1/blobs/{number}", content=b"x")
                 client.delete(f"/v1/blobs/{number}")
@@ -263,13 +266,13 @@ def test_reads_beyond_the_rate_are_counted_and_changes_kept(tmp_path: Path, coll
 
 def test_success_is_recorded_once_in_a_window(tmp_path: Path, collected: Collected) -> None:
     """The first use of a token from an address is a record, further ones are a number."""
-    for served in world(tmp_path, window_seconds=3600):
-        with served.client("read") as client:
+    for audited_world in world(tmp_path, window_seconds=3600):
+        with audited_world.client("read") as client:
             for _ in range(10):
                 client.get("/v1/blobs")
     first, summary = collected.of("auth.succeeded")
     assert (first["via"], first.get("repeats"), summary["repeats"]) == ("bearer", None, 9)
-    assert first["token"] == summary["token"] == served.made[0].split("_")[1]
+    assert first["token"] == summary["token"] == audited_world.made[0].split("_")[1]
 
 
 @pytest.mark.parametrize(("audit", "kept"), [({"reads": False}, {"blob.stored"}), ({"enabled": False}, set())])
@@ -277,8 +280,8 @@ def test_reads_and_the_whole_log_can_be_turned_off(
     tmp_path: Path, collected: Collected, audit: dict[str, Any], kept: set[str]
 ) -> None:
     """`audit.reads` leaves changes and authentication, `audit.enabled` nothing."""
-    for served in world(tmp_path, **audit):
-        with served.client() as client:
+    for audited_world in world(tmp_path, **audit):
+        with audited_world.client() as client:
             client.put("/v1/blobs/a", content=b"x")
             client.get("/v1/blobs/a")
             client.get("/v1/blobs")
@@ -348,9 +351,9 @@ def test_blocked_audit_path_loses_records_and_no_request(
     before = lost.get()
     bad = {"Authorization": f"Bearer {BAD}"}
     with log_setup.audit_file(with_changes(Settings(), {"audit": {"path": str(path)}})):
-        for served in world(tmp_path, window_seconds=1):
-            url = f"{served.gateway.url}/v1/blobs"
-            with served.client() as client:
+        for audited_world in world(tmp_path, window_seconds=1):
+            url = f"{audited_world.gateway.url}/v1/blobs"
+            with audited_world.client() as client:
                 assert client.put("/v1/blobs/a", content=b"1").status_code == 201
                 block(path)
                 assert [client.put("/v1/blobs/a", content=b"x").status_code for _ in range(3)] == [201] * 3
@@ -392,7 +395,7 @@ def test_audit_path_with_a_hard_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_audit_windows_end_after_a_summary_that_failed(
-    served: World, collected: Collected, monkeypatch: pytest.MonkeyPatch
+    audited_world: World, collected: Collected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error in one summary is logged, and later windows are summarized."""
     emit, failed = collected.emit, list[logging.LogRecord]()
@@ -407,7 +410,7 @@ def test_audit_windows_end_after_a_summary_that_failed(
 
     def is_summarized() -> bool:
         for _ in range(2):
-            httpx.get(f"{served.gateway.url}/v1/blobs", headers={"Authorization": f"Bearer {BAD}"})
+            httpx.get(f"{audited_world.gateway.url}/v1/blobs", headers={"Authorization": f"Bearer {BAD}"})
         return any("repeats" in record for record in collected.of("auth.failed"))
 
     until(is_summarized)

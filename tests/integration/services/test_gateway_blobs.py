@@ -32,16 +32,21 @@ def test_put_returns_digest_and_ledger(client: httpx.Client) -> None:
     data = noise(300_000)
     answer = client.put("/v1/blobs/first", content=data)
     assert answer.status_code == 201
-    told = answer.json()
+    result = answer.json()
     digest = f"blake3:{blake3(data).hexdigest()}"
-    assert (told["state"], told["version"], told["digest"], told["size_bytes"]) == ("committed", 1, digest, len(data))
-    assert told["ledger"]["logical_bytes"] == len(data)
+    assert (result["state"], result["version"], result["digest"], result["size_bytes"]) == (
+        "committed",
+        1,
+        digest,
+        len(data),
+    )
+    assert result["ledger"]["logical_bytes"] == len(data)
     assert answer.headers["etag"] == f'"{digest}"'
     got = client.get(answer.headers["location"])
     assert (got.status_code, got.content, got.headers["etag"]) == (200, data, f'"{digest}"')
     head = client.head("/v1/blobs/first")
     assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(len(data)))
-    assert client.get(told["status"]).json()["version"] == 1
+    assert client.get(result["status"]).json()["version"] == 1
 
 
 def test_stored_page_is_a_download(client: httpx.Client) -> None:
@@ -310,8 +315,8 @@ def test_concurrent_puts_of_one_key_give_ordered_versions(gateway: RunningGatewa
 
 
 def test_unknown_status_is_404(client: httpx.Client) -> None:
-    told = client.put("/v1/blobs/status", content=b"x").json()
-    forged = told["id"][:-1] + ("0" if told["id"][-1] != "0" else "1")
+    result = client.put("/v1/blobs/status", content=b"x").json()
+    forged = result["id"][:-1] + ("0" if result["id"][-1] != "0" else "1")
     assert client.get(f"/v1/status/{forged}").status_code == 404
     assert client.get("/v1/status/nonsense").status_code == 404
 
@@ -403,9 +408,9 @@ def test_broken_manifest_is_named_hides_no_other(tmp_path: Path) -> None:
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         for key in ("a", "b", "c"):
             client.put(f"/v1/blobs/{key}", content=key.encode())
-        broken, gone = (tmp_path / object_name("default", key, 1) for key in ("a", "b"))
+        broken, lost = (tmp_path / object_name("default", key, 1) for key in ("a", "b"))
         _flip(broken)
-        gone.unlink()
+        lost.unlink()
         page = client.get("/v1/blobs", params={"limit": 2}).json()
         assert ([entry["key"] for entry in page["blobs"]], page["next"]) == (["a"], "b")
         assert [entry["key"] for entry in page["damaged"]] == ["b"]

@@ -67,10 +67,10 @@ def test_put_outlasting_the_timeout_is_awaited(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(http, "ATTEMPTS_MAX", 3)
     monkeypatch.setattr(http, "BACKOFF_SECONDS_MAX", 0.5)
     monkeypatch.setattr(requests, "WAIT_SECONDS", 0.1)
-    plain, goes_on = EmbeddedIngest._put, threading.Event()
+    plain, released = EmbeddedIngest._put, threading.Event()
 
     def slow(ingest: EmbeddedIngest, jobs: list[Any]) -> None:
-        goes_on.wait(30)
+        released.wait(30)
         plain(ingest, jobs)
 
     monkeypatch.setattr(EmbeddedIngest, "_put", slow)
@@ -80,7 +80,7 @@ def test_put_outlasting_the_timeout_is_awaited(tmp_path: Path, monkeypatch: pyte
             pytest.raises(StoreUnavailable, match="running"),
         ):
             store.put("given up", b"it goes on by itself")
-        later = threading.Timer(4.0, goes_on.set)
+        later = threading.Timer(4.0, released.set)
         later.start()
         with nearkin.connect(gateway.url, commit_seconds=60.0) as store:
             assert store.put("slow", b"committed in the end").info.version == 1

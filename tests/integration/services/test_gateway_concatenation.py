@@ -64,8 +64,8 @@ def test_partial_upload_alone_stores_no_blob(client: httpx.Client) -> None:
     """Make no version of a complete partial upload with a key; its HEAD reports `partial`."""
     headers = {**OCTETS, **PARTIAL, "Upload-Length": "5", "Upload-Metadata": described("alone")}
     url = str(client.post("/v1/uploads", headers=headers, content=b"third").headers["location"])
-    told = client.head(url, headers=TUS).headers
-    assert (told["upload-offset"], told["upload-concat"], told["upload-metadata"]) == (
+    response = client.head(url, headers=TUS).headers
+    assert (response["upload-offset"], response["upload-concat"], response["upload-metadata"]) == (
         "5",
         "partial",
         described("alone"),
@@ -85,8 +85,11 @@ def test_final_upload_stores_the_parts_in_order(gateway: RunningGateway, client:
     assert (answer.status_code, answer.headers["upload-offset"]) == (201, "1000001")
     blob = client.get("/v1/blobs/joined")
     assert (blob.content, blob.headers["x-nearkin-meta-host"]) == (b"".join(data), "db1")
-    told = client.head(answer.headers["location"], headers=TUS)
-    assert (told.headers["upload-length"], told.headers["upload-concat"]) == ("1000001", "final;" + " ".join(urls))
+    response = client.head(answer.headers["location"], headers=TUS)
+    assert (response.headers["upload-length"], response.headers["upload-concat"]) == (
+        "1000001",
+        "final;" + " ".join(urls),
+    )
     assert [client.head(url, headers=TUS).status_code for url in urls] == [404] * 3
 
 

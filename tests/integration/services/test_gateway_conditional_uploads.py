@@ -57,8 +57,8 @@ def test_upload_overtaken_by_a_put_is_refused_at_the_end(client: httpx.Client) -
     assert is_refused(add(client, url, 3, b"def"))
     assert client.head(url, headers=TUS).status_code == 412
     assert is_refused(add(client, url, 3, b"def"))
-    told = client.get(url).json()
-    assert (told["state"], told["reason"], told["status"]) == ("failed", "precondition-failed", None)
+    result = client.get(url).json()
+    assert (result["state"], result["reason"], result["status"]) == ("failed", "precondition-failed", None)
     assert (client.get("/v1/blobs/overtaken").content, len(versions(client, "overtaken"))) == (b"other", 1)
 
 

@@ -23,10 +23,10 @@ def test_conditions_of_reads_hold(client: httpx.Client) -> None:
     assert client.get("/v1/blobs/cond", headers={"If-Match": tag}).status_code == 200
     assert client.get("/v1/blobs/cond", headers={"If-Match": f"W/{tag}"}).status_code == 412
     assert client.get("/v1/blobs/cond", headers={"If-Match": '"x"'}).status_code == 412
-    since = {"If-Modified-Since": get.headers["last-modified"]}
-    assert client.get("/v1/blobs/cond?version=1", headers=since).status_code == 304
-    assert client.get("/v1/blobs/cond", headers=since).status_code == 200
-    assert client.get("/v1/blobs/cond", headers={**since, "If-None-Match": tag}).status_code == 304
+    modified_since = {"If-Modified-Since": get.headers["last-modified"]}
+    assert client.get("/v1/blobs/cond?version=1", headers=modified_since).status_code == 304
+    assert client.get("/v1/blobs/cond", headers=modified_since).status_code == 200
+    assert client.get("/v1/blobs/cond", headers={**modified_since, "If-None-Match": tag}).status_code == 304
     early = "Sat, 01 Jan 2000 00:00:00 GMT"
     assert client.get("/v1/blobs/cond", headers={"If-Unmodified-Since": early}).status_code == 412
     both = {"Range": "bytes=0-0"}
@@ -97,11 +97,11 @@ def test_conditional_put_resent_early_is_known(
     """Recognise the repeat although the version exists before its outcome is reported."""
     only_first = {"If-None-Match": "*", "Idempotency-Key": "sent again at once"}
     first = client.put("/v1/blobs/at once", content=b"one", headers=only_first)
-    told, asked = gateway.gateway.outcomes.of_origin, list[bytes]()
+    of_origin, origins = gateway.gateway.outcomes.of_origin, list[bytes]()
 
     def late(origin: bytes) -> dict[str, Any] | None:
-        asked.append(origin)
-        return told(origin) if len(asked) > 2 else None
+        origins.append(origin)
+        return of_origin(origin) if len(origins) > 2 else None
 
     async def not_searched(*_: object) -> None:
         """Leave the stored versions alone, as an ingest does whose committer searches them."""

@@ -193,16 +193,18 @@ def test_pages_skip_deleted_versions(client: httpx.Client, monkeypatch: pytest.M
 
     newest = [("page/13", 2), ("page/14", 2), ("page/16", 1), ("page/17", 2), ("page/18", 2)]
     every = [(f"page/{n}", v) for n in (13, 14, 16, 17, 18) for v in (1, 2) if (n, v) != (16, 2)]
-    gone = [(f"page/{n:02}", v) for n in range(20) for v in (1, 2) if n in (*range(13), 15, 19) or (n, v) == (16, 2)]
+    deleted_pairs = [
+        (f"page/{n:02}", v) for n in range(20) for v in (1, 2) if n in (*range(13), 15, 19) or (n, v) == (16, 2)
+    ]
     for limit in (1, 2, 5, 100):
         assert all_pages("/v1/blobs", "blobs", limit=limit)[0] == newest
         assert all_pages("/v1/blobs", "blobs", limit=limit, versions="all")[0] == every
-        assert all_pages("/v1/deleted", "deleted", limit=limit)[0] == gone
+        assert all_pages("/v1/deleted", "deleted", limit=limit)[0] == deleted_pairs
     monkeypatch.setattr(version_catalog, "EXAMINED_MAX", 3)  # pages may be empty, and still lead on
     assert all_pages("/v1/blobs", "blobs", limit=2)[0] == newest
     assert all_pages("/v1/blobs", "blobs", limit=2, versions="all")[0] == every
     found, pages = all_pages("/v1/deleted", "deleted", limit=100)
-    assert (found, pages > 4) == (gone, True)
+    assert (found, pages > 4) == (deleted_pairs, True)
 
 
 def test_read_only_gateway_deletes_nothing(client: httpx.Client) -> None:

@@ -47,10 +47,10 @@ def run(gateway: RunningGateway) -> dict[str, Any]:
     """Request a GC run and return its result."""
     before = ask(gateway, "run")
     assert before.status_code == 202
-    return ended_since(gateway, before.json()["last"])
+    return await_run_after(gateway, before.json()["last"])
 
 
-def ended_since(gateway: RunningGateway, before: object) -> dict[str, Any]:
+def await_run_after(gateway: RunningGateway, before: object) -> dict[str, Any]:
     """Return the result of the next GC run that ends after the one `before`."""
     last: dict[str, Any] = {}
 
@@ -85,33 +85,33 @@ def test_gc_run_is_started_and_reported(gateway: RunningGateway) -> None:
 
 
 @pytest.fixture
-def held() -> Iterator[tuple[threading.Event, threading.Event]]:
+def marked_run() -> Iterator[tuple[threading.Event, threading.Event]]:
     """Stop the next GC run after its mark phase.
 
     Yield (event that it is there, event to continue).
     """
-    there, on = threading.Event(), threading.Event()
+    reached, on = threading.Event(), threading.Event()
 
     def watch(name: str) -> None:
         if name == "gc.marked":
-            there.set()
+            reached.set()
             on.wait(60)
 
     failpoints.arm((), watch)
     try:
-        yield there, on
+        yield reached, on
     finally:
         on.set()
         failpoints.disarm()
 
 
 def test_requests_continue_during_a_gc_run(
-    gateway: RunningGateway, held: tuple[threading.Event, threading.Event]
+    gateway: RunningGateway, marked_run: tuple[threading.Event, threading.Event]
 ) -> None:
     """Serve uploads, deletions and downloads during a GC run."""
-    there, on = held
+    reached, on = marked_run
     before = ask(gateway, "run").json()["last"]
-    assert there.wait(60)
+    assert reached.wait(60)
     with gateway.client() as client:
         client.put("/v1/blobs/beside", content=b"one").raise_for_status()
         client.put("/v1/blobs/beside", content=b"two").raise_for_status()
@@ -119,18 +119,18 @@ def test_requests_continue_during_a_gc_run(
         assert client.get("/v1/blobs/beside").content == b"two"
     assert state(gateway)["last"] == before  # it has not ended
     on.set()
-    assert ended_since(gateway, before)["failure"] is None
+    assert await_run_after(gateway, before)["failure"] is None
     with gateway.client() as client:
         assert client.get("/v1/blobs/beside").content == b"two"
 
 
-def test_stopping_gateway_ends_the_gc_run(tmp_path: Path, held: tuple[threading.Event, threading.Event]) -> None:
-    there, on = held
+def test_stopping_gateway_ends_the_gc_run(tmp_path: Path, marked_run: tuple[threading.Event, threading.Event]) -> None:
+    reached, on = marked_run
     with running(embedded(tmp_path / "store", CHANGES)) as gateway:
         with gateway.client() as client:
             client.put("/v1/blobs/k", content=b"kept").raise_for_status()
         ask(gateway, "run").raise_for_status()
-        assert there.wait(60)
+        assert reached.wait(60)
         threading.Timer(0.3, on.set).start()
     with open_store(tmp_path / "store", create=True) as store:  # the lock is free, and nothing is pending delete
         assert store.put("k", b"after").info.version == 2
@@ -156,7 +156,7 @@ def test_gc_run_failing_at_start_keeps_writer(gateway: RunningGateway, monkeypat
     before = state(gateway)["last"]
     # Not `undo`: the writer may be about to check how long to wait, and would wait a minute.
     monkeypatch.setattr(threading.Thread, "start", plain)
-    assert ended_since(gateway, before)["failure"] is None  # the request is not forgotten
+    assert await_run_after(gateway, before)["failure"] is None  # the request is not forgotten
 
 
 def test_gc_run_while_paused_is_refused(gateway: RunningGateway) -> None:
@@ -188,24 +188,24 @@ def test_command_behind_gateway_equals_local(gateway: RunningGateway) -> None:
 
 def test_paused_gc_run_is_retried_puts_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry a due, paused GC run now and then; puts continue whatever the pause folder has."""
-    looked: list[float] = []
+    checks: list[float] = []
     read = GcPauseFlag.read
 
-    def counted(pauses: GcPauseFlag) -> Pause | None:
+    def record_read(pauses: GcPauseFlag) -> Pause | None:
         if threading.current_thread().name == "nearkin-gateway-writer":
-            looked.append(time.monotonic())
+            checks.append(time.monotonic())
         return read(pauses)
 
     changes = {**CHANGES, "gc": {"grace_seconds": 0, "interval_seconds": 1}}
     with running(embedded(tmp_path / "store", changes)) as gateway:
         ask(gateway, "pause").raise_for_status()
         last = state(gateway)["last"]
-        monkeypatch.setattr(GcPauseFlag, "read", counted)
-        until(lambda: len(looked) > 3)
-        assert looked[3] - looked[0] > 2.0  # once a second, not again and again
+        monkeypatch.setattr(GcPauseFlag, "read", record_read)
+        until(lambda: len(checks) > 3)
+        assert checks[3] - checks[0] > 2.0  # once a second, not again and again
         (tmp_path / "store" / "pause" / "notes.txt").write_text("a file that is no pause record")
-        before = len(looked)
-        until(lambda: len(looked) > before)
+        before = len(checks)
+        until(lambda: len(checks) > before)
         with gateway.client() as client:
             assert client.put("/v1/blobs/after", content=b"1").status_code == 201
         (tmp_path / "store" / "pause" / "notes.txt").unlink()

@@ -113,8 +113,8 @@ def test_slow_body_above_least_rate_is_accepted(tmp_path: Path) -> None:
 
 
 def test_endless_request_line_is_closed(gateway: RunningGateway) -> None:
-    for begun in (b"", b"G", b"\r\n\r\n", b"GET /v1/blobs HTTP/1.1\r\nHost: [::1]\r\n"):
-        assert gateway.raw(begun) == b""
+    for beginning in (b"", b"G", b"\r\n\r\n", b"GET /v1/blobs HTTP/1.1\r\nHost: [::1]\r\n"):
+        assert gateway.raw(beginning) == b""
 
 
 def test_oversized_body_is_413(gateway: RunningGateway) -> None:
@@ -302,11 +302,11 @@ def test_leaving_reader_does_not_delay_others(tmp_path: Path, monkeypatch: pytes
 
     close = PrefetchIterator.close
 
-    def watched(pieces: PrefetchIterator[memoryview]) -> None:
+    def record_close(pieces: PrefetchIterator[memoryview]) -> None:
         ended.append(threading.current_thread().name)
         close(pieces)
 
-    monkeypatch.setattr(PrefetchIterator, "close", watched)
+    monkeypatch.setattr(PrefetchIterator, "close", record_close)
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
         client.put("/v1/blobs/left", content=os.urandom(40 * MIB))
         with client.stream("GET", "/v1/blobs/left") as answer:
@@ -414,8 +414,8 @@ def test_body_under_an_upgrade_is_refused(gateway: RunningGateway, length: str) 
 
     `curl --http2` and Java's client ask for h2c with the first request.
     """
-    begun = head("/v1/blobs/upgrade", "Connection: Upgrade", "Upgrade: h2c", length)
-    assert status_of(gateway.raw(begun + (b"abcdef" if "Length" in length else b"6\r\nabcdef\r\n0\r\n\r\n"))) == 400
+    beginning = head("/v1/blobs/upgrade", "Connection: Upgrade", "Upgrade: h2c", length)
+    assert status_of(gateway.raw(beginning + (b"abcdef" if "Length" in length else b"6\r\nabcdef\r\n0\r\n\r\n"))) == 400
     with gateway.client() as client:
         assert client.get("/v1/blobs/upgrade").status_code == 404
         asked = {"Connection": "Upgrade", "Upgrade": "h2c"}
@@ -425,8 +425,8 @@ def test_body_under_an_upgrade_is_refused(gateway: RunningGateway, length: str) 
 @pytest.mark.parametrize("method", ["PUT", "POST", "PATCH"])
 def test_http_1_0_body_without_length_is_411(gateway: RunningGateway, method: str) -> None:
     """Refuse an HTTP/1.0 body without Content-Length instead of storing an empty version."""
-    begun = head("/v1/blobs/one-zero", method=method).replace(b"HTTP/1.1", b"HTTP/1.0")
-    answer = gateway.raw(begun + b"hello")
+    beginning = head("/v1/blobs/one-zero", method=method).replace(b"HTTP/1.1", b"HTTP/1.0")
+    answer = gateway.raw(beginning + b"hello")
     assert (status_of(answer), b"urn:nearkin:problem:length-required" in answer) == (411, True)
     with gateway.client() as client:
         assert client.get("/v1/blobs/one-zero").status_code == 404
@@ -436,13 +436,13 @@ def test_http_1_0_body_without_length_is_411(gateway: RunningGateway, method: st
 
 
 def test_trailers_are_bounded_and_are_no_headers(gateway: RunningGateway) -> None:
-    begun = head("/v1/blobs/trailers", "Transfer-Encoding: chunked", "Connection: close") + b"3\r\nabc\r\n0\r\n"
-    assert status_of(gateway.raw(begun + b"X-Nearkin-Meta-a: b\r\n\r\n")) == 201
+    beginning = head("/v1/blobs/trailers", "Transfer-Encoding: chunked", "Connection: close") + b"3\r\nabc\r\n0\r\n"
+    assert status_of(gateway.raw(beginning + b"X-Nearkin-Meta-a: b\r\n\r\n")) == 201
     with gateway.client() as client:
         assert client.get("/v1/info/trailers").json()["metadata"] == {}
     sent = 0
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection, suppress(OSError):
-        connection.sendall(begun)
+        connection.sendall(beginning)
         while sent < 64 * MIB:
             sent += connection.send(b"X-Trailer: " + b"x" * 1000 + b"\r\n")
     assert sent < 32 * MIB  # what the sockets hold, and no more

@@ -75,21 +75,21 @@ def content(size: int, seed: int) -> bytes:
 def settled(client: httpx.Client, answer: httpx.Response) -> dict[str, Any]:
     """Return what became of an upload."""
     assert answer.status_code in (201, 202), answer.text
-    told: dict[str, Any] = answer.json()
+    result: dict[str, Any] = answer.json()
     deadline = time.monotonic() + 60
-    while told["state"] == "pending":
+    while result["state"] == "pending":
         assert time.monotonic() < deadline
-        told = client.get(told["status"], params={"wait": 20}).json()
-    return told
+        result = client.get(result["status"], params={"wait": 20}).json()
+    return result
 
 
 def test_waiting_put_is_201_and_restored(client: httpx.Client) -> None:
     data = content(3 * MIB, 1)
     answer = client.put("/v1/blobs/a/waited", params={"wait": 60}, content=data)
     assert answer.status_code == 201, answer.text
-    told = answer.json()
-    assert (told["version"], told["size_bytes"], told["ledger"]["logical_bytes"]) == (1, len(data), len(data))
-    assert told["ledger"]["unique_bytes"] > 0
+    result = answer.json()
+    assert (result["version"], result["size_bytes"], result["ledger"]["logical_bytes"]) == (1, len(data), len(data))
+    assert result["ledger"]["unique_bytes"] > 0
     assert client.get(answer.headers["location"]).content == data
     assert client.get("/v1/blobs/a/waited", headers={"Range": "bytes=1000000-1000099"}).content == data[1000000:1000100]
 
@@ -98,9 +98,9 @@ def test_put_without_wait_is_202_then_committed(client: httpx.Client) -> None:
     answer = client.put("/v1/blobs/a/later", content=content(MIB, 2), headers={"X-Nearkin-Meta-Host": "db1"})
     assert answer.status_code == 202
     assert answer.json()["state"] == "pending"
-    told = settled(client, answer)
-    assert (told["state"], told["key"], told["metadata"]) == ("committed", "a/later", {"host": "db1"})
-    assert answer.headers["location"] == told["status"]
+    result = settled(client, answer)
+    assert (result["state"], result["key"], result["metadata"]) == ("committed", "a/later", {"host": "db1"})
+    assert answer.headers["location"] == result["status"]
     assert client.get("/v1/blobs/a/later").content == content(MIB, 2)
 
 
@@ -111,11 +111,11 @@ def test_empty_blob_is_stored(client: httpx.Client) -> None:
 
 def test_second_gateway_knows_accepted_uploads(client: httpx.Client, pipeline: Pipeline) -> None:
     token = client.headers["authorization"].removeprefix("Bearer ")
-    told = settled(client, client.put("/v1/blobs/a/shared", content=b"shared"))
+    result = settled(client, client.put("/v1/blobs/a/shared", content=b"shared"))
     with running(load(pipeline.config_file)[0]) as other, other.client(token) as second:
-        assert second.get(told["status"]).json()["version"] == told["version"]
+        assert second.get(result["status"]).json()["version"] == result["version"]
         later = client.put("/v1/blobs/a/shared", content=b"shared again")
-        assert settled(second, later)["version"] == told["version"] + 1
+        assert settled(second, later)["version"] == result["version"] + 1
 
 
 def test_wrong_digest_is_a_visible_failure(client: httpx.Client) -> None:
@@ -133,8 +133,8 @@ def test_idempotency_key_holds_at_all_gateways(client: httpx.Client, pipeline: P
     first = client.put("/v1/blobs/a/idem", content=data, headers=headers)
     with running(load(pipeline.config_file)[0]) as other, other.client(token) as second:
         again = second.put("/v1/blobs/a/idem", content=data, headers=headers)
-        told = settled(second, again)
-        assert told["version"] == settled(client, first)["version"] == 1
+        result = settled(second, again)
+        assert result["version"] == settled(client, first)["version"] == 1
         changed = second.put("/v1/blobs/a/idem", content=data[1:], headers=headers, params={"wait": 60})
         assert (changed.status_code, changed.json()["type"]) == (422, "urn:nearkin:problem:idempotency-key-reused")
     replay = client.put("/v1/blobs/a/idem", content=data, headers=headers, params={"wait": 60})
@@ -222,7 +222,7 @@ def test_concurrent_uploads_all_commit(gateway: RunningGateway, client: httpx.Cl
     for thread in threads:
         thread.join()
     assert len(ended) == 200
-    assert {told["state"] for told in ended} == {"committed"}
+    assert {result["state"] for result in ended} == {"committed"}
     until(lambda: gateway.gateway.uploads.taken_count == 0)  # its slot is free once its response was sent
     until(lambda: gateway.gateway.ingest.budget.used_bytes == 0)  # type: ignore[attr-defined]
 
@@ -283,11 +283,13 @@ def test_gateway_without_kafka_is_not_ready(need: Any, redis: Any, tmp_path: Pat
 
 def test_trace_context_is_sent_with_frames(client: httpx.Client, pipeline: Pipeline) -> None:
     trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-    told = client.put("/v1/blobs/traced", content=b"traced", params={"wait": 60}, headers={"traceparent": trace}).json()
+    result = client.put(
+        "/v1/blobs/traced", content=b"traced", params={"wait": 60}, headers={"traceparent": trace}
+    ).json()
     bad = client.put(
         "/v1/blobs/untraced", content=b"untraced", params={"wait": 60}, headers={"traceparent": "x" * 9000}
     ).json()
-    wanted = {told["id"].partition("-")[0]: [trace.encode()] * 2, bad["id"].partition("-")[0]: []}
+    wanted = {result["id"].partition("-")[0]: [trace.encode()] * 2, bad["id"].partition("-")[0]: []}
     reader = consumer(pipeline.settings, f"trace-{os.urandom(4).hex()}", "trace")
     full = topic(pipeline.settings, "frames")
     reader.assign([TopicPartition(full, part, 0) for part in range(pipeline.settings.kafka.partitions)])
@@ -309,8 +311,8 @@ def test_deletion_is_visible_at_other_gateways(
     gateway: RunningGateway, pipeline: Pipeline, client: httpx.Client, all_scopes: str
 ) -> None:
     for seed in (50, 51):
-        told = settled(client, client.put("/v1/blobs/deleted/k", content=content(50_000, seed), params={"wait": 20}))
-        assert told["state"] == "committed"
+        result = settled(client, client.put("/v1/blobs/deleted/k", content=content(50_000, seed), params={"wait": 20}))
+        assert result["state"] == "committed"
     with running(load(pipeline.config_file)[0]) as second, second.client(all_scopes) as other:
         until(lambda: other.get("/v1/blobs/deleted/k").status_code != 401)
         for _ in range(3):
@@ -320,14 +322,14 @@ def test_deletion_is_visible_at_other_gateways(
             assert other.get("/v1/blobs/deleted/k?version=1").status_code == 404
             assert other.get("/v1/blobs", params={"prefix": "deleted/", "versions": "all"}).json()["blobs"] == []
             assert other.delete("/v1/blobs/deleted/k").status_code == 404
-            gone = other.get("/v1/deleted", params={"prefix": "deleted/"}).json()["deleted"]
-            assert [(entry["key"], entry["version"]) for entry in gone] == [("deleted/k", 1), ("deleted/k", 2)]
+            deleted = other.get("/v1/deleted", params={"prefix": "deleted/"}).json()["deleted"]
+            assert [(entry["key"], entry["version"]) for entry in deleted] == [("deleted/k", 1), ("deleted/k", 2)]
             assert client.get("/v1/stats").json()["deleted_versions"] == 2
             assert other.post("/v1/undelete/deleted/k").status_code == 204
             assert client.get("/v1/blobs/deleted/k").content == content(50_000, 51)
     assert client.delete("/v1/blobs/deleted/k").status_code == 204
-    told = settled(client, client.put("/v1/blobs/deleted/k", content=b"x" * 10_000, params={"wait": 20}))
-    assert told["version"] == 3  # the committer never gives a deleted number again
+    result = settled(client, client.put("/v1/blobs/deleted/k", content=b"x" * 10_000, params={"wait": 20}))
+    assert result["version"] == 3  # the committer never gives a deleted number again
     assert [v["version"] for v in client.get("/v1/blobs/deleted/k/versions").json()["versions"]] == [3]
 
 
@@ -338,17 +340,17 @@ def test_lag_and_speed_are_shown_to_admins(client: httpx.Client) -> None:
     before = client.get("/v1/pipeline").json()
     assert {stage["group"].partition(".")[2] for stage in before["stages"]} == set(WAITS)
     settled(client, client.put("/v1/blobs/looked/at", content=content(MIB, 77), params={"wait": 60}))
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     moved: set[str] = set()  # on a busy machine the first may be at rest again by the time that the last moves
 
-    def all_moved_and_none_is_behind() -> bool:
-        told.update(client.get("/v1/pipeline").json())
-        moved.update(stage["group"] for stage in told["stages"] if (stage["records_per_second"] or 0) > 0)
-        return len(moved) == len(WAITS) and all(stage["lag_records"] == 0 for stage in told["stages"])
+    def all_stages_idle() -> bool:
+        result.update(client.get("/v1/pipeline").json())
+        moved.update(stage["group"] for stage in result["stages"] if (stage["records_per_second"] or 0) > 0)
+        return len(moved) == len(WAITS) and all(stage["lag_records"] == 0 for stage in result["stages"])
 
-    until(all_moved_and_none_is_behind, lambda: told["stages"], poll_seconds=0.5)
-    assert told["embedded"] is False
-    assert sum(minute["logical_bytes"] for minute in told["minutes"]) >= MIB
+    until(all_stages_idle, lambda: result["stages"], poll_seconds=0.5)
+    assert result["embedded"] is False
+    assert sum(minute["logical_bytes"] for minute in result["minutes"]) >= MIB
 
 
 def test_garbage_outcomes_are_ignored(client: httpx.Client, pipeline: Pipeline) -> None:
@@ -474,11 +476,11 @@ def test_settings_change_is_audited_once(client: httpx.Client, pipeline: Pipelin
     assert client.patch("/v1/config", json=mark).status_code == 200
     assert client.patch("/v1/config", json={"block": {"level": None}}).status_code == 200
     time.sleep(2)  # a gateway reads its own change back from the topic
-    told = client.get("/v1/audit").json()["changes"]
-    assert [entry["changes"].get("block") for entry in told[:2]] == [None, mark["block"]]
-    assert sum(entry["changes"].get("block") == mark["block"] for entry in told) == 1
+    result = client.get("/v1/audit").json()["changes"]
+    assert [entry["changes"].get("block") for entry in result[:2]] == [None, mark["block"]]
+    assert sum(entry["changes"].get("block") == mark["block"] for entry in result) == 1
     with running(load(pipeline.config_file)[0]) as other, other.client(all_scopes) as second:
-        assert second.get("/v1/audit").json()["changes"][0] == told[0]
+        assert second.get("/v1/audit").json()["changes"][0] == result[0]
 
 
 def test_pipeline_overview_adds_up(client: httpx.Client, gateway: RunningGateway, all_scopes: str) -> None:
@@ -537,9 +539,9 @@ def test_pipeline_checks_conditions_of_resumable_uploads(client: httpx.Client) -
 
 def settled_upload(client: httpx.Client, url: str) -> dict[str, Any]:
     """Return the outcome of a resumable upload that was handed over."""
-    told: dict[str, Any] = client.get(url).json()
-    assert told["state"] == "handed-over", told
-    outcome: dict[str, Any] = client.get(told["status"], params={"wait": 60}).json()
+    result: dict[str, Any] = client.get(url).json()
+    assert result["state"] == "handed-over", result
+    outcome: dict[str, Any] = client.get(result["status"], params={"wait": 60}).json()
     return outcome
 
 

@@ -42,9 +42,9 @@ def version_count(client: httpx.Client) -> int:
 def send_until_killed(folder: Path, failpoint: str, headers: dict[str, str]) -> str:
     """Send an upload of 5 bytes to a gateway killed at a failpoint; return the upload's URL."""
     with serve(folder, f"{failpoint}:1:kill") as (child, client):
-        begun = client.post("/v1/uploads", headers={**TUS, **DESCRIBED, "Upload-Length": "5", **headers})
-        assert begun.status_code == 201, begun.text
-        url = str(begun.headers["location"])
+        created = client.post("/v1/uploads", headers={**TUS, **DESCRIBED, "Upload-Length": "5", **headers})
+        assert created.status_code == 201, created.text
+        url = str(created.headers["location"])
         with suppress(httpx.HTTPError):
             client.patch(url, headers={**OCTETS, "Upload-Offset": "0"}, content=b"hello")
         assert child.wait(30) == -signal.SIGKILL
@@ -65,8 +65,8 @@ def test_conditional_tus_upload_killed_is_not_refused(tmp_path: Path) -> None:
     """Return the upload's own version after a kill, although its condition would refuse it."""
     url = send_until_killed(tmp_path, "upload.durable", {"If-None-Match": "*"})
     with serve(tmp_path) as (_, client):
-        told = client.head(url, headers=TUS)
-        assert (told.status_code, told.headers["upload-offset"]) == (200, "5")
+        response = client.head(url, headers=TUS)
+        assert (response.status_code, response.headers["upload-offset"]) == (200, "5")
         shown = client.get(url).json()
         assert (shown["state"], shown.get("failure"), version_count(client)) == ("handed-over", None, 1)
 

@@ -77,9 +77,9 @@ def test_tuspy_upload_in_parts_makes_the_blob(gateway: RunningGateway, client: h
     )
     uploader.upload()
     assert uploader.url is not None
-    told = client.get(httpx.URL(uploader.url).path).json()
-    assert (told["state"], told["offset_bytes"], told["key"]) == ("handed-over", len(data), "tus/ein schlüssel")
-    outcome = client.get(told["status"], params={"wait": 30}).json()
+    result = client.get(httpx.URL(uploader.url).path).json()
+    assert (result["state"], result["offset_bytes"], result["key"]) == ("handed-over", len(data), "tus/ein schlüssel")
+    outcome = client.get(result["status"], params={"wait": 30}).json()
     assert (outcome["state"], outcome["metadata"], outcome["size_bytes"]) == ("committed", {"host": "db1"}, len(data))
     assert client.get("/v1/blobs/tus%2Fein%20schl%C3%BCssel").content == data
     assert parts_of(gateway, uploader.url) == []
@@ -203,9 +203,9 @@ def test_announced_sha256_is_checked_at_the_end(client: httpx.Client) -> None:
     assert client.get("/v1/blobs/announced").content == b"hello"
     bad = begin(client, "misannounced", 5, sha256="0" * 64)
     add(client, bad, 0, b"hello")
-    told = client.get(bad).json()
-    assert (told["state"], told["status"]) == ("failed", None)
-    assert "SHA-256" in told["failure"]
+    result = client.get(bad).json()
+    assert (result["state"], result["status"]) == ("failed", None)
+    assert "SHA-256" in result["failure"]
     assert client.get("/v1/blobs/misannounced").status_code == 404
 
 
@@ -451,13 +451,13 @@ def test_truncated_part_is_sent_again(tmp_path: Path) -> None:
         (part,) = (gateway.store / "uploads" / url.rpartition("/")[2] / "parts" / n for n in parts_of(gateway, url))
         for left_bytes in (0, 10, 16, 3_000):
             part.write_bytes(part.read_bytes()[:left_bytes])
-            there = int(client.head(url, headers=TUS).headers["upload-offset"])
-            assert there == max(0, left_bytes - 16)
-            if not there:
+            offset = int(client.head(url, headers=TUS).headers["upload-offset"])
+            assert offset == max(0, left_bytes - 16)
+            if not offset:
                 assert add(client, url, 0, bytes(5_000)).status_code == 204
-        assert add(client, url, there, bytes(9_000 - there)).status_code == 409
+        assert add(client, url, offset, bytes(9_000 - offset)).status_code == 409
         assert client.head(url, headers=TUS).headers["upload-offset"] == "0"
-        assert add(client, url, 0, bytes(there)).status_code == 204  # the rest is there still
+        assert add(client, url, 0, bytes(offset)).status_code == 204  # the rest is there still
         assert client.head(url, headers=TUS).headers["upload-offset"] == "9000"
         assert client.get("/v1/blobs/cut").content == bytes(9_000)
 
@@ -476,9 +476,9 @@ def test_stored_upload_not_noted_is_stored_once(tmp_path: Path, monkeypatch: pyt
         assert add(client, url, 0, b"abc").status_code == 204
         assert client.get(url).json()["state"] == "staged"
         assert client.head(url, headers=TUS).status_code == 200
-        told = client.get(url).json()
-        assert told["state"] == "handed-over"
-        assert client.get(told["status"]).json()["version"] == 1
+        result = client.get(url).json()
+        assert result["state"] == "handed-over"
+        assert client.get(result["status"]).json()["version"] == 1
         assert [info["version"] for info in client.get("/v1/blobs/once/versions").json()["versions"]] == [1]
 
 

@@ -36,7 +36,7 @@ def meta(key: str, length: int) -> Meta:
     return Meta("default", key, length, now_us, now_us + 3_600_000_000)
 
 
-def begun(client: httpx.Client, key: str, length: int) -> httpx.Response:
+def begin_upload(client: httpx.Client, key: str, length: int) -> httpx.Response:
     described = f"key {base64.b64encode(key.encode()).decode()}"
     return client.post("/v1/uploads", headers={**TUS, "Upload-Length": str(length), "Upload-Metadata": described})
 
@@ -48,12 +48,12 @@ def test_dropping_finished_keeps_the_limit(tmp_path: Path) -> None:
         gateway.client() as client,
     ):
         for key in ("a", "b"):
-            assert begun(client, key, 5).status_code == 201
+            assert begin_upload(client, key, 5).status_code == 201
         for _ in range(3):
-            done = begun(client, "empty", 0)
+            done = begin_upload(client, "empty", 0)
             assert client.get(done.headers["location"]).json()["state"] == "handed-over"
             assert client.delete(done.headers["location"], headers=TUS).status_code == 204
-        assert [begun(client, key, 5).status_code for key in ("c", "d")] == [201, 503]
+        assert [begin_upload(client, key, 5).status_code for key in ("c", "d")] == [201, 503]
 
 
 def test_upload_begun_during_the_count_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_creation_refused_for_its_body_is_free(tmp_path: Path) -> None:
 def test_part_without_space_is_503_and_resent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Return 503 if a part with checksum does not fit; it can be sent again."""
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
-        url = str(begun(client, "full", 2_000_000).headers["location"])
+        url = str(begin_upload(client, "full", 2_000_000).headers["location"])
         body = bytes(2_000_000)
         checked = {**OCTETS, "Upload-Checksum": f"sha256 {base64.b64encode(hashlib.sha256(body).digest()).decode()}"}
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -104,7 +104,7 @@ def test_part_without_space_is_503_and_resent(tmp_path: Path, monkeypatch: pytes
 def test_last_part_of_an_expired_upload_is_404(tmp_path: Path) -> None:
     """Refuse the last part of an upload that expired meanwhile."""
     with running(embedded(tmp_path)) as gateway, gateway.client() as client:
-        url = str(begun(client, "late", 5).headers["location"])
+        url = str(begin_upload(client, "late", 5).headers["location"])
         parts = gateway.store / url.removeprefix("/v1/") / "parts"
 
         def body() -> Iterator[bytes]:
@@ -126,10 +126,10 @@ def test_repeated_head_begins_one_hand_over(tmp_path: Path, monkeypatch: pytest.
         numbers = [left.create(meta(f"left {number}", 3)) for number in range(HAND_OVERS_MAX + 1)]
         for number in numbers:
             left.stage(number, 0, b"abc", tenant="default")
-        plain, goes_on = Resumable.read, threading.Event()
+        plain, released = Resumable.read, threading.Event()
 
         def stuck(resumable: Resumable, staged: StagedUpload) -> Iterator[Payload]:
-            goes_on.wait(300)
+            released.wait(300)
             yield from plain(resumable, staged)
 
         monkeypatch.setattr(Resumable, "read", stuck)
@@ -139,7 +139,7 @@ def test_repeated_head_begins_one_hand_over(tmp_path: Path, monkeypatch: pytest.
                     client.head(f"/v1/uploads/{number}", headers=TUS, timeout=0.1)
             until(lambda: sorted(gateway.gateway.background) == sorted(numbers), lambda: gateway.gateway.background)
         finally:
-            goes_on.set()
+            released.set()
         for number in numbers:
             assert client.head(f"/v1/uploads/{number}", headers=TUS).status_code == 200
             assert client.get(f"/v1/uploads/{number}").json()["state"] == "handed-over"

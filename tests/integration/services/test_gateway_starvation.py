@@ -35,11 +35,11 @@ from tests.support.servers.gateways import embedded, running
 
 def test_readyz_while_the_object_store_hangs_denies_no_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accept a put while more probes than threads wait for a hanging object store."""
-    goes_on, checks = threading.Event(), []
+    released, checks = threading.Event(), []
 
     def hang(_: VersionCatalog) -> None:
         checks.append(1)
-        goes_on.wait(60)
+        released.wait(60)
 
     monkeypatch.setattr(VersionCatalog, "check", hang)
 
@@ -56,7 +56,7 @@ def test_readyz_while_the_object_store_hangs_denies_no_upload(tmp_path: Path, mo
         try:
             put, probes = asyncio.run(ask(gateway.url))
         finally:
-            goes_on.set()
+            released.set()
     assert (put.status_code, len(checks)) == (201, 1)
     assert {(probe.status_code, probe.json()["type"]) for probe in probes} == {(503, "urn:nearkin:problem:not-ready")}
 
@@ -159,15 +159,15 @@ def test_holdings_refuse_beyond_each_share(kind: str, places: int) -> None:
     """Bound a tenant, a token and an address by their own shares, and all by the limit."""
     holdings = Holdings("places", 8, Shares(tenant=0.75, token=0.5, address=0.25))
 
-    def mine(number: int) -> Holders:
+    def holders_of(number: int) -> Holders:
         others = {"tenant": f"t{number}", "token": f"k{number}", "address": f"127.0.0.{number}"}
         return Holders(**{**others, kind: "2001:db8::1" if kind == "address" else "mine"})
 
     for number in range(places):
-        holdings.check_room(mine(number))
-        holdings.add(number, mine(number))
+        holdings.check_room(holders_of(number))
+        holdings.add(number, holders_of(number))
     with pytest.raises(Problem, match=f"gateway.{kind}_share") as refused:
-        holdings.check_room(Holders("x", "x", "2001:db8::ffff") if kind == "address" else mine(99))  # one /64
+        holdings.check_room(Holders("x", "x", "2001:db8::ffff") if kind == "address" else holders_of(99))  # one /64
     assert refused.value.status == 429
     for number in range(places, 8):
         holdings.add(number, Holders(f"o{number}", "", ""))

@@ -152,27 +152,27 @@ def test_gc_forgets_by_policy_and_undeletes(pipeline: Pipeline) -> None:
             for key in ("kept/a", "other/a"):
                 uploader.wait(uploader.put(key, [content]))
     deletions.delete("default", "other/a", 4, undelete_seconds=3600)
-    until(lambda: shown(reader, "kept/a") == [3, 4], pipeline.logs)
-    rounds = GcStatusStore(index)
-    before, state = rounds.last(), rounds.state()
-    rounds.request_run()
-    until(lambda: rounds.last() != before and not rounds.requested_run, pipeline.logs)
-    assert rounds.state() != state
-    assert shown(reader, "other/a") == [1, 2, 3]
+    until(lambda: visible_versions(reader, "kept/a") == [3, 4], pipeline.logs)
+    status_store = GcStatusStore(index)
+    before, state = status_store.last(), status_store.state()
+    status_store.request_run()
+    until(lambda: status_store.last() != before and not status_store.requested_run, pipeline.logs)
+    assert status_store.state() != state
+    assert visible_versions(reader, "other/a") == [1, 2, 3]
     assert deletions.undelete("default", "other/a", 4) == 1
     assert reader.read("other/a", 4) == contents[3]
     GcPauseFlag(reader.objects).pause("the test")
-    until(lambda: not rounds.requested_run, pipeline.logs)
+    until(lambda: not status_store.requested_run, pipeline.logs)
     time.sleep(2)  # a worker that had not seen the pause has begun by now, and has the lease
     until(lambda: not index.server.one(("EXISTS", f"{index.prefix}:{{m}}:lease")), pipeline.logs)
     assert deletions.undelete("default", "kept/a", 2) == 1  # the next GC run would forget it again
     assert reader.read("kept/a", 2) == contents[1]
     GcPauseFlag(reader.objects).resume()
-    until(lambda: shown(reader, "kept/a") == [3, 4], pipeline.logs)
+    until(lambda: visible_versions(reader, "kept/a") == [3, 4], pipeline.logs)
     index.close()
 
 
-def shown(reader: Reader, key: str) -> list[int]:
+def visible_versions(reader: Reader, key: str) -> list[int]:
     """Return the versions of a key that are to be seen."""
     histories = reader.manifests.histories("default", key)
     return sorted(v for v, history in histories.items() if reader.manifests.shows("default", key, history))

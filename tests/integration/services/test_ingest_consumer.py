@@ -103,15 +103,15 @@ class World:
         attempts: dict[bytes, Blob] = {}
         ended = []
         for message in self.read("frames"):
-            said = decode(message.value(), "frames")
-            assert message.key() == said.envelope.blob
-            blob = attempts.setdefault(message.key(), Blob(said.envelope.tenant, said.envelope.key))
+            decoded = decode(message.value(), "frames")
+            assert message.key() == decoded.envelope.blob
+            blob = attempts.setdefault(message.key(), Blob(decoded.envelope.tenant, decoded.envelope.key))
             blob.headers = dict(message.headers())
-            if isinstance(said, Frame):
-                assert (said.envelope.position, len(said.payload) <= FRAME_BYTES_MAX) == (len(blob.content), True)
-                blob.content += said.payload.tobytes()
-            elif isinstance(said, End):
-                blob.end = said
+            if isinstance(decoded, Frame):
+                assert (decoded.envelope.position, len(decoded.payload) <= FRAME_BYTES_MAX) == (len(blob.content), True)
+                blob.content += decoded.payload.tobytes()
+            elif isinstance(decoded, End):
+                blob.end = decoded
                 ended.append(blob)
         for blob in ended:
             assert blob.end is not None
@@ -283,15 +283,15 @@ def test_blobs_of_one_key_stay_in_order(world: World) -> None:
     places: dict[str, set[int]] = {}
     contents: dict[str, list[int]] = {}
     for message in world.read("frames"):
-        said = decode(message.value(), "frames")
-        places.setdefault(said.envelope.key, set()).add(message.partition())
-        if isinstance(said, Frame):
-            contents.setdefault(said.envelope.key, []).append(int(said.payload.tobytes()))
+        decoded = decode(message.value(), "frames")
+        places.setdefault(decoded.envelope.key, set()).add(message.partition())
+        if isinstance(decoded, Frame):
+            contents.setdefault(decoded.envelope.key, []).append(int(decoded.payload.tobytes()))
     assert {key: len(found) for key, found in places.items()} == {"k0": 1, "k1": 1, "k2": 1}
     assert contents == {f"k{n}": list(range(n, 60, 3)) for n in range(3)}
 
 
-class Away(LocalObjectStore):
+class UnreachableObjectStore(LocalObjectStore):
     """An object store that cannot be reached until `back` is set."""
 
     def __init__(self, root: Path, after_ranges: int = 0) -> None:
@@ -311,7 +311,7 @@ def test_store_outage_delays_its_partition_only(world: World) -> None:
     """Delay only the partition that needs an unreachable object store."""
     content = noise(2_000_000, "away").tobytes()
     (world.folder / "in" / "dump").write_bytes(content)
-    objects = Away(world.folder, after_ranges=1)
+    objects = UnreachableObjectStore(world.folder, after_ranges=1)
     world.produce([(b"before", b"1", []), (b"away", None, [("dataref", b"in/dump")]), (b"after", b"2", [])])
     world.produce([(b"other", b"3", [])], partition=1)
     with world.running(objects):
@@ -340,7 +340,7 @@ def test_record_waiting_too_long_is_dead_letter(world: World) -> None:
             "ingest": {"topics": [world.users], "dataref_prefix": "in/", "retry_seconds": 1},
         },
     )[0]
-    with world.running(Away(world.folder), settings=settings):
+    with world.running(UnreachableObjectStore(world.folder), settings=settings):
         until(lambda: world.committed() == 2)
     assert [blob.key for blob in world.whole()] == ["after"]
     (dead,) = world.read("dead")
@@ -442,11 +442,11 @@ def test_long_object_keeps_the_membership(world: World, monkeypatch: pytest.Monk
 
 def test_recreated_topic_is_not_the_old_one(world: World) -> None:
     admin = AdminClient({"bootstrap.servers": world.settings.kafka.bootstrap_servers})
-    for turn in (1, 2):
-        world.produce([(b"k", b"%d" % turn, [])])
+    for count in (1, 2):
+        world.produce([(b"k", b"%d" % count, [])])
         with world.running():
-            until(lambda turn=turn: len(world.whole()) == turn)  # type: ignore[misc]
-        if turn == 1:
+            until(lambda count=count: len(world.whole()) == count)  # type: ignore[misc]
+        if count == 1:
             admin.delete_topics([world.users])[world.users].result(30)
             group = f"{world.settings.kafka.topic_prefix}ingest"
 

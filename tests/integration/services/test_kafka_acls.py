@@ -110,7 +110,9 @@ class Audit:
     def denied(self) -> set[tuple[str, str, str]]:
         """Return (user, operation, resource) of all that was denied."""
         return {
-            (user, what, where) for user, decision, what, where, _ in self.decisions() if decision == "AccessDenied"
+            (user, resource, where)
+            for user, decision, resource, where, _ in self.decisions()
+            if decision == "AccessDenied"
         }
 
 
@@ -260,10 +262,10 @@ def _replay_dead_letters(client: httpx.Client, bootstrap: str, pipeline: Pipelin
 def _await_no_lag(client: httpx.Client) -> None:
     """Wait until no group is behind; a replay's markers, which are no records, do not count."""
 
-    def behind() -> list[dict[str, Any]]:
+    def lagging_stages() -> list[dict[str, Any]]:
         return [stage for stage in client.get("/v1/pipeline").json()["stages"] if stage["lag_records"]]
 
-    until(lambda: not behind(), behind, poll_seconds=0.5)
+    until(lambda: not lagging_stages(), lagging_stages, poll_seconds=0.5)
 
 
 def _await_use(audit: Audit, acls: set[Acl]) -> None:

@@ -48,7 +48,7 @@ def sections(kafka: Any, topic_prefix: str, tmp_path: Path) -> dict[str, dict[st
 
 
 @pytest.fixture
-def own_redis(tmp_path: Path, need: Any) -> Iterator[Redis]:
+def private_redis(tmp_path: Path, need: Any) -> Iterator[Redis]:
     server = Redis(tmp_path / "redis")
     need(server.start)
     yield server
@@ -57,14 +57,14 @@ def own_redis(tmp_path: Path, need: Any) -> Iterator[Redis]:
 
 @pytest.mark.soak
 def test_workers_report_redis_outage_and_counts(
-    sections: dict[str, dict[str, Any]], own_redis: Redis, tmp_path: Path
+    sections: dict[str, dict[str, Any]], private_redis: Redis, tmp_path: Path
 ) -> None:
     """Report an unreachable Redis and the work done."""
-    sections["redis"] = {"url": own_redis.url}
+    sections["redis"] = {"url": private_redis.url}
     data = noise(300_000, "monitoring").tobytes()
     with Pipeline(tmp_path / "pipeline", sections) as pipeline:
 
-        def asked(service: str, path: str) -> httpx.Response:
+        def fetch(service: str, path: str) -> httpx.Response:
             log = pipeline.folder / f"{service}.log"
             match = until(lambda: LINE.search(log.read_text()))
             assert match is not None
@@ -72,12 +72,12 @@ def test_workers_report_redis_outage_and_counts(
             return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=15)
 
         def metric(service: str, line: str) -> float:
-            found = re.search(rf"^{re.escape(line)} (\S+)$", asked(service, "/metrics").text, re.MULTILINE)
+            found = re.search(rf"^{re.escape(line)} (\S+)$", fetch(service, "/metrics").text, re.MULTILINE)
             return float(found[1]) if found else -1.0
 
         began = time.monotonic()
         for service in SERVICES:
-            until(lambda: asked(service, "/readyz").status_code == 200)  # noqa: B023
+            until(lambda: fetch(service, "/readyz").status_code == 200)  # noqa: B023
         with uploading(pipeline.settings) as uploader:
             for _ in range(2):
                 assert uploader.wait(uploader.put("a", [data]))["state"] == "committed"
@@ -101,20 +101,20 @@ def test_workers_report_redis_outage_and_counts(
             assert metric(service, f'nearkin_records_total{{stage="{stage}"}}') > 0
             assert metric(service, f'nearkin_restarts_total{{stage="{stage}"}}') == 0
         group = f"{pipeline.settings.kafka.topic_prefix}committer"
-        until(lambda: f'nearkin_lag_records{{group="{group}"' in asked("maintenance", "/metrics").text)
+        until(lambda: f'nearkin_lag_records{{group="{group}"' in fetch("maintenance", "/metrics").text)
         assert metric("maintenance", 'nearkin_index_complete{index="redis"}') == 1
 
-        own_redis.stop()
+        private_redis.stop()
         for service in SERVICES:
-            told = until(lambda: (answer := asked(service, "/readyz")).status_code == 503 and answer.json())  # noqa: B023
-            assert told
-            assert "redis" in told["redis"]
-            assert asked(service, "/livez").status_code == 200
-        own_redis.start()
+            problems = until(lambda: (answer := fetch(service, "/readyz")).status_code == 503 and answer.json())  # noqa: B023
+            assert problems
+            assert "redis" in problems["redis"]
+            assert fetch(service, "/livez").status_code == 200
+        private_redis.start()
         for service in SERVICES:
-            until(lambda: asked(service, "/readyz").status_code == 200)  # noqa: B023
+            until(lambda: fetch(service, "/readyz").status_code == 200)  # noqa: B023
         until(lambda: time.monotonic() - began > 11)  # longer than a loop may do nothing
-        assert {service: asked(service, "/livez").status_code for service in SERVICES} == dict.fromkeys(SERVICES, 200)
+        assert {service: fetch(service, "/livez").status_code for service in SERVICES} == dict.fromkeys(SERVICES, 200)
 
 
 def test_lag_over_half_the_retention_is_old(
@@ -141,14 +141,14 @@ def test_lag_over_half_the_retention_is_old(
     def waiting_bytes() -> float:
         return float(metrics.LAG_BYTES.labels(name)._value.get())
 
-    def answered() -> bool:
+    def is_answered() -> bool:
         try:
             lag()
         except KafkaException:  # a coordinator that has just been made
             return False
         return True
 
-    until(answered)
+    until(is_answered)
     assert lag() == (0, 5, 3)
     assert 40 <= oldest_minutes() < 42.5
     assert waiting_bytes() == 5000
@@ -237,14 +237,14 @@ def test_changes_apply_after_topic_outage(
             found = super().poll(timeout)
             if fails == "told" and failing.is_set() and len(failures) < 2:
                 failures.append("told")
-                return Told()
+                return FatalMessage()
             return found
 
-    class Told:
+    class FatalMessage:
         def error(self) -> KafkaError:
             return fatal
 
-    def made(*args: Any, **extra: Any) -> Consumer:
+    def make_consumer(*args: Any, **extra: Any) -> Consumer:
         if fails == "made" and len(failures) < 2:
             failures.append("made")
             raise KafkaException(KafkaError(KafkaError._INVALID_ARG))
@@ -252,23 +252,23 @@ def test_changes_apply_after_topic_outage(
             patched.setattr(clients, "Consumer", Failing)
             return consumer(*args, **extra)
 
-    def tell(algorithm: str) -> None:
+    def publish_change(algorithm: str) -> None:
         client = producer(settings, "test")
         changes = {"features": {"algorithm": algorithm}}
-        told = config_message(changes, "me", "now", changes, algorithm, "")
-        client.produce(topic(settings, "config"), told, b"hot")
+        message = config_message(changes, "me", "now", changes, algorithm, "")
+        client.produce(topic(settings, "config"), message, b"hot")
         assert client.flush(60) == 0
 
-    monkeypatch.setattr(hot_module, "consumer", made)
-    tell("ntransform")
-    tell("odess")
+    monkeypatch.setattr(hot_module, "consumer", make_consumer)
+    publish_change("ntransform")
+    publish_change("odess")
     hot = LiveConfig(settings, None, None)
     hot.start()
     try:
         assert hot.settings.features.algorithm == "odess"
         failing.set()
         until(lambda: len(failures) == 2)
-        tell("finesse")
+        publish_change("finesse")
         until(lambda: hot.settings.features.algorithm == "finesse")
         assert caplog.text.count("the topic is not watched") == 2
     finally:
@@ -305,17 +305,17 @@ def test_topics_are_made_once_and_kept(sections: dict[str, dict[str, Any]], tmp_
         return prepare_topics(load(None, {"kafka": sections["kafka"] | kafka})[0])
 
     frames = f"{sections['kafka']['topic_prefix']}frames"
-    made, changed = prepared(retention_hours=48)
-    assert frames in made
-    assert (len(made), changed) == (9, [])
+    make_consumer, changed = prepared(retention_hours=48)
+    assert frames in make_consumer
+    assert (len(make_consumer), changed) == (9, [])
     assert prepared(retention_hours=48) == ([], [])
     assert frames in prepared(retention_hours=72)[1]
     assert prepared(retention_hours=72) == ([], [])
     with pytest.raises(ConfigError, match=r'kafka.partitions "3": topic .* has 2'):
         prepared(partitions=3)
     settings = load(None, {"kafka": sections["kafka"]})[0]
-    there = AdminClient(connection(settings, "test")).list_topics(timeout=10).topics
-    assert (len(there[frames].partitions), len(there[topic(settings, "config")].partitions)) == (2, 1)
+    topics = AdminClient(connection(settings, "test")).list_topics(timeout=10).topics
+    assert (len(topics[frames].partitions), len(topics[topic(settings, "config")].partitions)) == (2, 1)
 
 
 def test_concurrent_changes_all_apply(
@@ -344,7 +344,7 @@ def test_concurrent_changes_all_apply(
 
     async def patched() -> None:
         gateways = [ConfigChanges(settings, hot, publish) for hot in both]
-        await asyncio.gather(*(gateways[turn % 2].patch(patch, "x") for turn, patch in enumerate(patches)))
+        await asyncio.gather(*(gateways[number % 2].patch(patch, "x") for number, patch in enumerate(patches)))
         until(lambda: both[0].known == both[1].known)
 
     try:

@@ -134,19 +134,19 @@ def test_long_pause_fails_no_upload(pipeline: Pipeline, uploader: Uploader) -> N
     """The rest of its frames is in Kafka, acknowledged: it is not the upload that has stopped."""
     data = content(12, 6 * MIB)
 
-    def all_said(text: str) -> bool:
+    def all_logged(text: str) -> bool:
         return pipeline.logs().count(text) >= len(pipeline.processes)
 
     def pieces() -> Iterator[bytes]:
         assert uploader.wait(uploader.put("warm", [content(13, 100_000)]))["state"] == "committed"
-        until(lambda: all_said("ready, revision"), pipeline.logs)
+        until(lambda: all_logged("ready, revision"), pipeline.logs)
         yield data[: 4 * MIB]
         uploader.outbox.flush()
         time.sleep(1.0)
         pipeline.write_config(service={"paused": True})
         sent = 4 * MIB
         # The upload itself never stops, however long this machine takes to notify all workers.
-        while not all_said("service.paused False -> True"):
+        while not all_logged("service.paused False -> True"):
             yield data[sent : sent + 1000]
             uploader.outbox.flush()
             sent += 1000
@@ -209,14 +209,14 @@ def test_algorithm_is_toggled_during_puts(pipeline: Pipeline, uploader: Uploader
     pipeline.write_config(features={"algorithm": "ntransform"})
     ids: list[str] = []
 
-    def one_more_and_toggled() -> bool:
+    def put_until_toggled() -> bool:
         number = len(ids)
         ids.append(uploader.put(f"b{number}", [content(100 + number, 300_000)]))
         uploader.events(0.2)
         return number > 20 and "finesse -> ntransform" in (pipeline.folder / "resemblance.log").read_text()
 
-    until(one_more_and_toggled, pipeline.logs)
-    one_more_and_toggled()
+    until(put_until_toggled, pipeline.logs)
+    put_until_toggled()
     pipeline.write_config(features={"algorithm": "fineese"})
     ids.append(uploader.put("last", [content(99, 300_000)]))
     assert before["state"] == "committed"
@@ -241,8 +241,8 @@ def test_fenced_worker_starts_over(pipeline: Pipeline, uploader: Uploader, servi
     other.subscribe([topic(settings, reads)], on_assign=lambda _client, parts: taken.extend(parts))
     until(lambda: other.poll(0.1) is None and taken)
     other.close()
-    said = uploader.wait(uploader.put("after", [content(3, MIB)]))
-    assert said["state"] == "committed", said
+    event = uploader.wait(uploader.put("after", [content(3, MIB)]))
+    assert event["state"] == "committed", event
     # It learns it by its next heartbeat, which the blob need not wait for.
     until(lambda: "a --worker of its own" in pipeline.logs(), pipeline.logs)
 

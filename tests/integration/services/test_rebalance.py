@@ -68,7 +68,7 @@ class Watcher:
 
 
 @contextmanager
-def beside(work: Callable[[], None], over: threading.Event) -> Iterator[None]:
+def running_thread(work: Callable[[], None], over: threading.Event) -> Iterator[None]:
     """Run `work` in a thread during the block; set `over` to end it."""
     thread = threading.Thread(target=work)
     thread.start()
@@ -92,7 +92,7 @@ def streaming(settings: Settings) -> Iterator[None]:
             client.poll(0)
             number += 1
 
-    with beside(send, over):
+    with running_thread(send, over):
         yield
     client.flush(10)
 
@@ -108,7 +108,7 @@ def working(settings: Settings, name: str, watcher: Watcher) -> Iterator[None]:
         except BaseException as err:
             failures.append(err)
 
-    with beside(run, stop):
+    with running_thread(run, stop):
         yield
     assert not failures
 
@@ -130,7 +130,7 @@ def with_topics(kafka: object, topic_prefix: str) -> Settings:
     return settings
 
 
-class Upset(Watcher):
+class FailingWatcher(Watcher):
     """A watcher whose client fails inside its callback, as with a moving coordinator."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ def test_worker_survives_kafka_error_at_assign(kafka: object, topic_prefix: str)
 
     It is no exception class that `except Exception` catches: the thread died unnoticed.
     """
-    settings, upset = with_topics(kafka, topic_prefix), Upset()
+    settings, upset = with_topics(kafka, topic_prefix), FailingWatcher()
     stop = threading.Event()
 
     def make() -> Loop:
@@ -159,7 +159,7 @@ def test_worker_survives_kafka_error_at_assign(kafka: object, topic_prefix: str)
         upset.loops += 1
         return loop
 
-    with streaming(settings), beside(lambda: run_forever(make, stop, lambda: False, "chunker"), stop):
+    with streaming(settings), running_thread(lambda: run_forever(make, stop, lambda: False, "chunker"), stop):
         until(lambda: upset.loops > 1 and upset.handled > 0)
     assert not upset.foreign
 
@@ -172,7 +172,9 @@ def test_service_ends_with_any_of_its_threads(
 
     def ends(*_: object) -> None:
         client = consumer(settings, group(settings, "chunker"), "bare")
-        client.subscribe([topic(settings, "frames")], on_assign=lambda told, _: told.seek(TopicPartition("none", 0, 5)))
+        client.subscribe(
+            [topic(settings, "frames")], on_assign=lambda member, _: member.seek(TopicPartition("none", 0, 5))
+        )
         try:
             while True:
                 client.poll(0.1)

@@ -35,7 +35,7 @@ def clock() -> Clock:
     return Clock(START)
 
 
-def opened(root: Path, clock: Clock, **retention: object) -> Store:
+def open_retaining(root: Path, clock: Clock, **retention: object) -> Store:
     changes = {
         "retention": {"superseded_seconds": 0, **retention},
         "deletion": {"undelete_seconds": 2 * DAY},
@@ -44,7 +44,7 @@ def opened(root: Path, clock: Clock, **retention: object) -> Store:
     return open_store(root, settings=settings(SMALL, changes), clock=clock, create=True)
 
 
-def filled(store: Store, clock: Clock) -> None:
+def fill(store: Store, clock: Clock) -> None:
     """Put two keys twice a day for six days."""
     for day in range(6):
         for hour in (1, 13):
@@ -60,42 +60,42 @@ def listed(store: Store, prefix: str) -> list[int]:
 
 def test_unretained_versions_go_and_return(tmp_path: Path, clock: Clock) -> None:
     """Delete what no rule keeps, and undelete it."""
-    with opened(tmp_path / "s", clock) as store:
-        filled(store, clock)
+    with open_retaining(tmp_path / "s", clock) as store:
+        fill(store, clock)
         policy = RetentionPolicy(keep_last=1, keep_daily=3)
-        told = store.forget("db/", policy, dry_run=True)
+        preview = store.forget("db/", policy, dry_run=True)
         assert listed(store, "db/") == list(range(1, 13))
         done = store.forget("db/", policy)
         assert listed(store, "db/") == [8, 10, 12]
         assert listed(store, "web/") == list(range(1, 13))
-        assert {(d.info.version, d.kept) for d in told} == {(d.info.version, d.kept) for d in done}
+        assert {(d.info.version, d.kept) for d in preview} == {(d.info.version, d.kept) for d in done}
         assert store.undelete("db/a", 11) == 1
         assert store.forget("nothing/", policy) == []
 
 
 def test_policy_applies_to_its_keys_only(tmp_path: Path, clock: Clock) -> None:
     """Keep all versions without a policy; apply one of the settings to its keys."""
-    with opened(tmp_path / "s", clock, policies=[{"prefix": "web/", "keep_last": 2}]) as store:
-        filled(store, clock)
+    with open_retaining(tmp_path / "s", clock, policies=[{"prefix": "web/", "keep_last": 2}]) as store:
+        fill(store, clock)
         store.forget()
         assert (listed(store, "db/"), listed(store, "web/")) == (list(range(1, 13)), [11, 12])
 
 
 def test_key_with_a_damaged_version_loses_none(tmp_path: Path, clock: Clock) -> None:
-    with opened(tmp_path / "s", clock) as store:
-        filled(store, clock)
+    with open_retaining(tmp_path / "s", clock) as store:
+        fill(store, clock)
         broken = manifests(tmp_path / "s")[3]
         broken.write_bytes(broken.read_bytes()[:-1])
-        told: list[Damage] = []
-        done = store.forget("", RetentionPolicy(keep_last=1), broken=told.append)
-        (damaged,) = {key for damage in told for key, _ in damage.versions}
+        damages: list[Damage] = []
+        done = store.forget("", RetentionPolicy(keep_last=1), broken=damages.append)
+        (damaged,) = {key for damage in damages for key, _ in damage.versions}
         assert len({d.info.key for d in done if not d.kept}) == 1
         assert all(d.reasons == ("a version is damaged",) for d in done if d.info.key == damaged)
 
 
 def test_too_recent_version_is_not_deleted(tmp_path: Path, clock: Clock) -> None:
-    with opened(tmp_path / "s", clock, policies=[{"prefix": "db/", "min_age_seconds": 3 * DAY}]) as store:
-        filled(store, clock)
+    with open_retaining(tmp_path / "s", clock, policies=[{"prefix": "db/", "min_age_seconds": 3 * DAY}]) as store:
+        fill(store, clock)
         with pytest.raises(RetentionActive, match="is kept until"):
             store.delete("db/a", 12)
         with pytest.raises(RetentionActive):
@@ -113,18 +113,18 @@ def test_gc_run_applies_policies_of_all_tenants(tmp_path: Path, clock: Clock) ->
     """Apply the policies of all tenants in a GC run, and report the bytes."""
     root = tmp_path / "s"
     policies = [{"prefix": "web/", "keep_daily": 1}, {"tenant": "other", "keep_last": 1}]
-    with opened(root, clock, policies=policies) as store:
-        filled(store, clock)
+    with open_retaining(root, clock, policies=policies) as store:
+        fill(store, clock)
     other = settings(SMALL, {"tenant": "other"})
     with open_store(root, settings=other, clock=clock, create=True) as store:
         for number in range(3):
             store.put("x", bytes([number]))
-    with opened(root, clock, policies=policies) as store:
+    with open_retaining(root, clock, policies=policies) as store:
         for _ in range(8):
-            told, before = store.gc(dry_run=True), sum(map(len, objects(root).values()))
+            preview, before = store.gc(dry_run=True), sum(map(len, objects(root).values()))
             done = store.gc()
-            assert before - sum(map(len, objects(root).values())) == done.freed_bytes == told.freed_bytes
-            assert done.forgotten == told.forgotten
+            assert before - sum(map(len, objects(root).values())) == done.freed_bytes == preview.freed_bytes
+            assert done.forgotten == preview.forgotten
             clock.now += DAY
         assert (listed(store, "db/"), listed(store, "web/")) == (list(range(1, 13)), [12])
         assert store.verify().damage == ()
@@ -193,8 +193,8 @@ def test_command_shows_a_table_and_deletes(tmp_path: Path) -> None:
     shown = run("forget", "--keep-last", "2", "--dry-run").stdout
     assert "would forget 1 version of 3" in shown
     assert [line.split()[0] for line in shown.splitlines() if " k " in line] == ["keep", "keep", "forget"]
-    told = json.loads(run("forget", "--keep-last", "2", "--json").stdout)
-    assert [(entry["version"], entry["kept"]) for entry in told["versions"]] == [(1, False), (2, True), (3, True)]
+    preview = json.loads(run("forget", "--keep-last", "2", "--json").stdout)
+    assert [(entry["version"], entry["kept"]) for entry in preview["versions"]] == [(1, False), (2, True), (3, True)]
     assert len(json.loads(run("ls", "--versions", "--json").stdout)) == 2
     refused = run("forget", "--keep-within", "soon")
     assert (refused.returncode, "want a time" in refused.stderr) == (2, True)

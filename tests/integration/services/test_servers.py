@@ -230,17 +230,17 @@ class Slow(Broken):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "reason"),
     [
         (Broken, "ended.*no such device"),
         (Absent, "did not start.*No such file"),
         (Slow, "not ready after 1 s.*thinking"),
     ],
 )
-def test_server_failing_to_start_names_reason(tmp_path: Path, kind: type[Server], said: str) -> None:
+def test_server_failing_to_start_names_reason(tmp_path: Path, kind: type[Server], reason: str) -> None:
     """Name the reason if a server does not start, and leave nothing behind."""
     children = set(psutil.Process().children(recursive=True))
-    with pytest.raises(ServerFailed, match=f"(?s){said}"):
+    with pytest.raises(ServerFailed, match=f"(?s){reason}"):
         kind(tmp_path).start()
     assert set(psutil.Process().children(recursive=True)) <= children
 

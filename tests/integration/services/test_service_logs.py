@@ -31,11 +31,11 @@ def test_upload_is_logged_without_secrets(tmp_path: Path) -> None:
         process = subprocess.Popen([*command, str(tmp_path / "nearkin.toml")], stdout=out, stderr=err)
     try:
 
-        def found() -> re.Match[str] | None:
+        def find_url() -> re.Match[str] | None:
             assert process.poll() is None, log.read_text()
             return re.search(r"http://127\.0\.0\.1:\d+(?=\D)", (tmp_path / "out").read_text())
 
-        url = until(found, log.read_text)
+        url = until(find_url, log.read_text)
         assert url is not None
         with httpx.Client(base_url=url[0], headers={"authorization": f"Bearer {text}"}, timeout=30) as client:
             trace = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
@@ -46,14 +46,14 @@ def test_upload_is_logged_without_secrets(tmp_path: Path) -> None:
         process.terminate()
         process.wait(60)
     written = log.read_text()
-    told = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
+    records = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
     # These name keys: each has a setting of its own.
-    access = [line for line in told if line["logger"] in ("nearkin.access", "nearkin.audit")]
+    access = [line for line in records if line["logger"] in ("nearkin.access", "nearkin.audit")]
     assert any(line.get("trace_id") == TRACE for line in access)
-    (about,) = (line for line in told if "blob" in line and line not in access)
+    (about,) = (line for line in records if "blob" in line and line not in access)
     assert (about["tenant"], about["trace_id"], len(about["blob"])) == ("default", TRACE, 32)
     assert "13000 bytes taken" in about["event"]
-    assert {"event", "level", "logger", "timestamp"} <= set(told[0])
+    assert {"event", "level", "logger", "timestamp"} <= set(records[0])
     for hidden in (text, text[12:], "the contents", "hidden-password"):
         assert hidden not in written
-    assert not [line for line in told if "secret-name" in str(line) and line not in access]
+    assert not [line for line in records if "secret-name" in str(line) and line not in access]

@@ -63,13 +63,13 @@ def test_oversized_message_is_refused_unsent(settings: Settings) -> None:
 
 def test_worker_does_not_restart_in_a_loop(settings: Settings) -> None:
     """Do not start over again and again for a message that is too large."""
-    stop, begun = threading.Event(), 0
+    stop, starts = threading.Event(), 0
 
     class Sending:
         def run(self, *_: object) -> None:
-            nonlocal begun
-            begun += 1
-            if begun > 3:
+            nonlocal starts
+            starts += 1
+            if starts > 3:
                 stop.set()
             outbox = Outbox(settings, "test", None)
             outbox.send("frames", b"key", NOISE[:MESSAGE_BYTES], {})
@@ -77,7 +77,7 @@ def test_worker_does_not_restart_in_a_loop(settings: Settings) -> None:
 
     with pytest.raises(PermanentError, match=REFUSED):
         run_forever(Sending, stop, lambda: False, "test")
-    assert begun == 1
+    assert starts == 1
 
 
 def test_gateway_upload_names_the_limit(settings: Settings) -> None:

@@ -35,7 +35,7 @@ from tests.support.checks.waiting import until
 
 
 @pytest.fixture
-def made(kafka: Any, topic_prefix: str) -> Settings:
+def topic_settings(kafka: Any, topic_prefix: str) -> Settings:
     settings = load(None, {"kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix}})[0]
     create_topics(settings)
     patiently(lambda: check_durability(settings))  # a broker may not know yet what was just made
@@ -53,24 +53,26 @@ def alter(settings: Settings, name: str, **values: str) -> None:
         done.result(30)
 
 
-def test_unclean_election_is_refused_then_fixed(made: Settings) -> None:
+def test_unclean_election_is_refused_then_fixed(topic_settings: Settings) -> None:
     """Refuse to start on a topic that may lose acknowledged messages.
 
     The topics' Job corrects it.
     """
-    check_durability(made)
-    alter(made, "placed", unclean_leader_election_enable="true")
+    check_durability(topic_settings)
+    alter(topic_settings, "placed", unclean_leader_election_enable="true")
     with pytest.raises(ConfigError, match=r"placed: unclean\.leader"):
-        check_durability(made)
-    assert prepare_topics(made)[1] == [topic(made, "placed")]
-    check_durability(made)
+        check_durability(topic_settings)
+    assert prepare_topics(topic_settings)[1] == [topic(topic_settings, "placed")]
+    check_durability(topic_settings)
 
 
-def test_services_refuse_unclean_election_at_start(made: Settings, redis: Any, key_prefix: str, tmp_path: Path) -> None:
+def test_services_refuse_unclean_election_at_start(
+    topic_settings: Settings, redis: Any, key_prefix: str, tmp_path: Path
+) -> None:
     """Check topics in stages, gateways and the ingest consumer before any other connection."""
-    alter(made, "frames", unclean_leader_election_enable="true")
+    alter(topic_settings, "frames", unclean_leader_election_enable="true")
     changes = {"object_store": {"url": str(tmp_path)}, "redis": {"url": redis.url, "prefix": key_prefix.rstrip(":")}}
-    settings = with_changes(made, {**changes, "storage": {"create": True}})
+    settings = with_changes(topic_settings, {**changes, "storage": {"create": True}})
     with pytest.raises(ConfigError, match=r"frames: unclean\.leader"):
         connect_fleet(settings)
     with pytest.raises(ConfigError, match=r"frames: unclean\.leader"):
@@ -78,47 +80,49 @@ def test_services_refuse_unclean_election_at_start(made: Settings, redis: Any, k
     assert list(tmp_path.iterdir()) == []
 
 
-def test_stricter_topics_are_kept(made: Settings) -> None:
+def test_stricter_topics_are_kept(topic_settings: Settings) -> None:
     """Keep an operator's settings that are stricter than Nearkin's own."""
-    alter(made, "frames", min_insync_replicas="2")
-    assert prepare_topics(made)[1] == []
-    check_durability(made)
+    alter(topic_settings, "frames", min_insync_replicas="2")
+    assert prepare_topics(topic_settings)[1] == []
+    check_durability(topic_settings)
 
 
-def test_topics_of_older_versions_are_warned_of_and_changed(made: Settings, caplog: pytest.LogCaptureFixture) -> None:
+def test_topics_of_older_versions_are_warned_of_and_changed(
+    topic_settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
     """Warn of a missing codec of `committed` and compaction of `config`; the Job alters them."""
-    alter(made, "committed", compression_type="producer")
-    alter(made, "config", segment_ms="604800000", min_cleanable_dirty_ratio="0.5")
-    alter(made, "workers", cleanup_policy="delete")
+    alter(topic_settings, "committed", compression_type="producer")
+    alter(topic_settings, "config", segment_ms="604800000", min_cleanable_dirty_ratio="0.5")
+    alter(topic_settings, "workers", cleanup_policy="delete")
     with caplog.at_level(logging.WARNING, "nearkin.kafka"):
-        check_durability(made)
-    told = " ".join(record.getMessage() for record in caplog.records)
+        check_durability(topic_settings)
+    warnings = " ".join(record.getMessage() for record in caplog.records)
     for text in ("compression.type is producer, want gzip", "segment.ms is 604800000", "cleanup.policy is delete"):
-        assert text in told
+        assert text in warnings
     changed = ("committed", "config", "workers")
-    assert prepare_topics(made)[1] == sorted(topic(made, name) for name in changed)
+    assert prepare_topics(topic_settings)[1] == sorted(topic(topic_settings, name) for name in changed)
 
     def is_durable() -> bool:
         caplog.clear()
-        patiently(lambda: check_durability(made))
+        patiently(lambda: check_durability(topic_settings))
         return not caplog.records
 
     with caplog.at_level(logging.WARNING, "nearkin.kafka"):
         until(is_durable)
-    alter(made, "config", segment_ms="600000")
-    assert prepare_topics(made)[1] == []
+    alter(topic_settings, "config", segment_ms="600000")
+    assert prepare_topics(topic_settings)[1] == []
 
 
-def test_compacted_stage_topic_is_refused_fixed(made: Settings) -> None:
+def test_compacted_stage_topic_is_refused_fixed(topic_settings: Settings) -> None:
     """Refuse compaction between stages.
 
     It removes acknowledged records that are not processed.
     """
-    alter(made, "segments", cleanup_policy="compact,delete")
+    alter(topic_settings, "segments", cleanup_policy="compact,delete")
     with pytest.raises(ConfigError, match=r"segments: cleanup\.policy"):
-        check_durability(made)
-    assert prepare_topics(made)[1] == [topic(made, "segments")]
-    check_durability(made)
+        check_durability(topic_settings)
+    assert prepare_topics(topic_settings)[1] == [topic(topic_settings, "segments")]
+    check_durability(topic_settings)
 
 
 @pytest.mark.parametrize(("replication", "in_sync"), [(1, "1"), (2, "1"), (3, "2"), (5, "2")])

@@ -221,8 +221,8 @@ def test_trace_spans_request_to_commit(
         assert hidden not in collector.raw
 
     written = [json.loads(line) for line in (pipeline.folder / "gateway.log").read_text().splitlines()]
-    told = {(line["trace_id"], line["span_id"]) for line in written if "bytes taken" in line["event"]}
-    assert (TRACE, request.id) in told
+    logged_spans = {(line["trace_id"], line["span_id"]) for line in written if "bytes taken" in line["event"]}
+    assert (TRACE, request.id) in logged_spans
 
 
 def _ready(client: httpx.Client) -> bool:
