@@ -139,7 +139,7 @@ def test_break_with_a_broken_older_generation_is_repaired(tmp_path: Path) -> Non
 def test_rebuilt_index_is_durable_before_the_old_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rebuilt index is durable before the old one counts as deleted."""
     synced: list[Path] = []
-    monkeypatch.setattr("nearkin.local.index_lifecycle.sync_folder", synced.append)
+    monkeypatch.setattr("nearkin.local.index_files.sync_folder", synced.append)
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"content")
         store.rebuild_index()

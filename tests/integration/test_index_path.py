@@ -454,9 +454,9 @@ def test_index_path_on_a_network_filesystem_warns(
     first: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Decide by the filesystem of the index, not by that of the store."""
-    monkeypatch.setattr("nearkin.local.index_lifecycle._CHECKED_FOLDERS", set())
+    monkeypatch.setattr("nearkin.local.index_files._CHECKED_FOLDERS", set())
     monkeypatch.setattr(
-        "nearkin.local.index_lifecycle.network_type", lambda path: "nfs4" if path == first.index_path else None
+        "nearkin.local.index_files.network_type", lambda path: "nfs4" if path == first.index_path else None
     )
     with caplog.at_level(logging.WARNING, "nearkin"):
         first.put("a", b"1")

@@ -101,6 +101,11 @@ class IndexRecovery:
             pending_deletes=self._excluded(),
         )
 
+    @property
+    def is_store_empty(self) -> bool:
+        """Return whether the store has no container and no manifest."""
+        return next(self._containers.ids(), None) is None and next(self._manifests.names(), None) is None
+
     def names_lost_objects(self, index: LmdbIndex) -> bool:
         """Return whether the index names a container or a version that the store lacks."""
         if not {container for container, _ in self._containers.ids()}.issuperset(index.container_ids().tolist()):

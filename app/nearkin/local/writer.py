@@ -169,8 +169,8 @@ class LocalPuts:
         with interrupts_wait():
             if self._claim is not claim:
                 return
+            self._index.on_put_end()  # before the next put can begin
             self._claim, self._writer = None, None
-            self._index.on_put_end()
             self.limit_memory_for_reading()
 
     def _in_groups(
@@ -210,7 +210,7 @@ class LocalPuts:
                     yield from (_outcome(done) for done in waiting if done.done())
                     waiting = [pending for pending in waiting if not pending.done()]
             writer.flush()
-            self._index.behind = False
+            self._index.on_put_published()
             failpoint("put.settled")
             self._repair()
             yield from (_outcome(done) for done in waiting)

@@ -101,7 +101,7 @@ STORE_POINTS: Final = MappingProxyType(
         "compact.put": "the new generation is durable, the older one exists",
         "compact.renewed": "the index has the entries of the new generation",
         "compact.replaced": "the older generation is deleted",
-        # index rebuild and recovery (nearkin_maintenance.index_rebuild, nearkin.local.index_lifecycle)
+        # index rebuild and recovery (nearkin_maintenance.index_rebuild, nearkin.local.index_files)
         "rebuild.begun": "an empty index exists next to the current one, or index recovery began",
         "rebuild.container": "a container is published in the new index",
         "rebuild.versions": "versions are in its catalog",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nearkin.local.index_lifecycle import entry_names_of
+from nearkin.local.index_files import entry_names_of
 from nearkin.store import Store
 from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_shared.config.settings import Settings

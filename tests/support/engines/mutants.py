@@ -31,6 +31,7 @@ import nearkin_maintenance.verify.scrubber
 from nearkin.embedded.runner import EmbeddedWriter
 from nearkin.local.index_lifecycle import LocalIndex
 from nearkin.local.index_recovery import IndexRecovery
+from nearkin.local.index_states import IndexEvent
 from nearkin.local.process_lock import WriterLock
 from nearkin_delta import FinishedContainer
 from nearkin_shared.formats import columns, container, directory_codec
@@ -306,7 +307,17 @@ def exclusive_section_without_lock() -> None:
 
     @contextmanager
     def turn(self: LocalIndex, wait_seconds: float) -> Iterator[LmdbIndex]:
-        yield self._opened()
+        if self._states.is_locked:
+            yield self._opened()
+            return
+        self._states.apply(IndexEvent.STEP_LOCKED)
+        try:
+            index = self._opened()
+            self._states.apply(IndexEvent.CLAIMED)
+            yield index
+        finally:
+            if self._states.is_step:
+                self._states.apply(IndexEvent.UNLOCKED)
 
     _patch(LocalIndex, "exclusive", turn)
 
