@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nearkin.cli.arguments import parse_range, parse_sample, store_folder, walk_files
+from nearkin.cli.arguments import parse_range, parse_sample, parse_size, store_folder
 from nearkin_shared.errors import BadInput, ConfigError
 from nearkin_shared.savings_table import human_bytes
 
@@ -55,20 +55,26 @@ def test_store_is_a_path_or_a_file_url() -> None:
             store_folder(refused)
 
 
-def test_file_deleted_during_walk_is_reported(tmp_path: Path) -> None:
-    """Report and leave out a file that is deleted while its folder is walked."""
-    for name in ("a", "b", "c"):
-        (tmp_path / name).write_bytes(b"x")
-    left_out: list[tuple[str, str]] = []
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("100MB", 10**8),
+        ("100m", 10**8),
+        ("1.5GiB", 3 << 29),
+        ("2 KiB", 2048),
+        ("1Ti", 1 << 40),
+    ],
+)
+def test_size_with_unit_is_bytes(text: str, expected: int) -> None:
+    assert parse_size("size", text) == expected
 
-    def never(path: str, why: str) -> None:
-        raise AssertionError(f"{path}: {why}")
 
-    files = walk_files(tmp_path, "", None, lambda path, why: left_out.append((path, why)), never)
-    assert next(files).key == "a"
-    (tmp_path / "b").unlink()
-    assert [file.key for file in files] == ["c"]
-    assert left_out == [(str(tmp_path / "b"), "gone since it was listed")]
+@pytest.mark.parametrize("text", ["", "-1", "MB", "1i", "1e3", "1 000", "1parsec", "٣"])
+def test_size_malformed_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="want a size such as"):
+        parse_size("size", text)
 
 
 @pytest.mark.parametrize(

@@ -53,5 +53,5 @@ def test_keys_in_latin1_locale_are_the_same(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root, copy)
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / NAME).write_bytes(b"y")
-    assert run("--store", os.fsencode(copy), "put", "-r", tmp_path / "tree", env=env).returncode == 0
+    assert run("--store", os.fsencode(copy), "put", NAME, tmp_path / "tree" / NAME, env=env).returncode == 0
     assert run("--store", copy, "get", NAME).stdout == b"y"

@@ -14,7 +14,7 @@ from tests.support.checks.commands import InProcess, assert_refused, run
 REMEDY = "is the disk mounted? `nearkin init` makes one"
 COMMANDS = (
     ("put", "key", "-"),
-    ("put", "-r", str(Path(__file__).parent)),
+    ("backup", "key", str(Path(__file__).parent)),
     ("get", "key"),
     ("ls",),
     ("rm", "key"),

@@ -108,17 +108,11 @@ def test_put_and_get(gateway: ScriptedGateway, tmp_path: Path) -> None:
     assert run_on_server(gateway, "get", "file", "--version", "1", "--range", "5-9").stdout == FIRST[5:10]
 
 
-def test_put_recursive(gateway: ScriptedGateway, tmp_path: Path) -> None:
-    for name in ("a", "b/c", "b/d"):
-        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "tree" / name).write_bytes(name.encode())
-    found = answer(gateway, "put", "-r", "tree", tmp_path / "tree")
-    assert (found["files"], [blob["key"] for blob in found["blobs"]]) == (3, ["tree/a", "tree/b/c", "tree/b/d"])
-    with_metadata = answer(gateway, "put", "-r", "tree", tmp_path / "tree", "--meta", "x=y")
-    assert [blob["metadata"] for blob in with_metadata["blobs"]] == [{"x": "y"}] * 3
-    assert [line.rsplit(b"  ", 1)[1] for line in run_on_server(gateway, "ls", "tree/").stdout.splitlines()] == [
-        *(b"tree/a", b"tree/b/c", b"tree/b/d")
-    ]
+def test_backup_through_a_server_names_a_remedy(gateway: ScriptedGateway, tmp_path: Path) -> None:
+    done = run_on_server(gateway, "backup", "home", tmp_path)
+    assert done.returncode == 2
+    assert b"backup: not available through http" in done.stderr
+    assert b"--store FOLDER" in done.stderr
 
 
 def test_get_broken_off_keeps_the_output_file(gateway: ScriptedGateway, folder: Path, tmp_path: Path) -> None:

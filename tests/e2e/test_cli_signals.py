@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import termios
 from collections.abc import Iterator
@@ -113,15 +114,16 @@ def test_closed_stderr_drops_its_messages(tmp_path: Path) -> None:
     new_store(tmp_path / "store")
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "file").write_bytes(b"content")
-    (tmp_path / "tree" / "link").symlink_to("file")
-    words = "--store", tmp_path / "store", "put", "-r", tmp_path / "tree"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "tree" / "socket"))
+    words = "--store", tmp_path / "store", "backup", "tree", tmp_path / "tree"
     done = subprocess.run(
         ["/bin/sh", "-c", '"$@" 2>&-', "sh", *command(*words)],
         stdout=subprocess.PIPE, env=environment(), timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0
-    assert b"link" not in done.stdout
-    assert done.stdout.startswith(b"1 file below")
+    assert b"socket" not in done.stdout
+    assert done.stdout.startswith(b"tree version 1: 1 file, ")
 
 
 def test_full_disk_is_one_line(store: Path) -> None:

@@ -16,6 +16,7 @@ from nearkin import cli
 from tests.support.checks.commands import InProcess, assert_refused, command, environment, new_store, run
 
 COMMANDS = (
+    "backup",
     "put",
     "get",
     "ls",
@@ -99,18 +100,21 @@ def test_no_command_shows_help_as_wrong_usage() -> None:
         (["put", b"caf\xe9", "-"], r"'caf\udce9': not valid UTF-8"),
         (["put", "key", "no/such/file"], "no/such/file"),
         (["put", "key", "."], "is a folder"),
-        (["put", "-r", "no/such/folder"], "no/such/folder"),
-        (["put", "-r", "-"], "not stdin"),
+        (["put", "-r", "no/such/folder"], "`nearkin backup KEY FOLDER`"),
+        (["backup", "home"], "no path is given"),
+        (["backup", "home", ".", "--exclude-larger-than", "1 parsec"], "--exclude-larger-than '1 parsec'"),
+        (["backup", "home", ".", "--exclude-file", "no/such/file"], "no/such/file"),
+        (["backup", "home", "--files-from", "no/such/list"], "no/such/list"),
+        (["backup", "home", ".", "--meta", "tags=a"], "give --tag"),
         (["put", "key", "-", "--meta", "novalue"], "novalue"),
         (["put", "key", "-", "--meta", "a=1", "--meta", "a=2"], "given twice"),
         (["put", "key", "-", "--sha256", "12"], "64 hex digits"),
-        (["put", "-r", ".", "--sha256", "0" * 64], "not with --recursive"),
         (["verify", "--sample", "0"], "sample '0'"),
         (["verify", "--sample", "101%"], "sample '101%'"),
         (["verify", "--since", "9999-12-31T23:59-23:59"], "since '9999-12-31T23:59-23:59'"),
         (["config", "--set", "features.algorithm=" + "[" * 100_000], "--server"),
         (["put", "key", "\x1b]0;title\x07\u202e"], r"\x1b]0;title\x07\u202e"),
-        (["put", "-r", "no\x9b31m\rfolder"], r"no\x9b31m\rfolder"),
+        (["backup", "k", "--files-from", "no\x9b31m\rlist"], r"no\x9b31m\rlist"),
         (["--config", "no/such.toml", "ls"], "no/such.toml"),
     ],
 )

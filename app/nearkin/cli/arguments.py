@@ -7,11 +7,10 @@ Invariant: an argument that is refused here is refused before a store is opened.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from nearkin_shared.savings_table import plural
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _RANGE = re.compile(r"([0-9]{0,19})-([0-9]{0,19})", re.ASCII)  # 19 digits: any offset below 2**63
+_SIZE = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))? ?([kmgtp]?)(i?)(b?)", re.ASCII | re.IGNORECASE)
 _SAMPLE = re.compile(r"([0-9]{0,9}(?:\.[0-9]{0,9})?)(%?)", re.ASCII)
 
 
@@ -65,6 +65,20 @@ def parse_sample(text: str) -> float:
         if 0 < fraction <= 1:
             return fraction
     raise BadInput(f"sample {text!r}: want a share above 0 and up to 1, such as 1% or 0.01")
+
+
+def parse_size(name: str, text: str) -> int:
+    """Read a size such as 4096, 100MB (10^6), 100M (the same) or 1.5GiB (2^30).
+
+    Raises BadInput.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match[4] and not match[3]):
+        raise BadInput(f"{name} {text!r}: want a size such as 4096, 100MB or 1.5GiB")
+    power = " kmgtp".index(match[3].lower() or " ")
+    unit = 1 << 10 * power if match[4] else int(10 ** (3 * power))
+    whole, fraction = int(match[1]), match[2] or "0"
+    return whole * unit + int(fraction) * unit // int(10 ** len(fraction))
 
 
 def parse_metadata(pairs: Sequence[str], media_type: str | None = None) -> dict[str, str]:
@@ -179,77 +193,12 @@ def check_source(path: Path) -> os.stat_result:
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
-            raise BadInput(f'source "{path}": is a folder; put --recursive takes folders')
+            raise BadInput(f'source "{path}": is a folder; `nearkin backup` stores folders')
         if stat.S_ISREG(status.st_mode):  # a pipe must not be opened twice
             path.open("rb").close()
     except (OSError, ValueError) as err:
         raise BadInput(f'source "{path}": {_reason(err)}') from err
     return status
-
-
-class TreeFile(NamedTuple):
-    """A regular file below a folder, the key it is put under, and its size when it was listed."""
-
-    key: str
-    path: Path
-    size_bytes: int
-
-
-Told = Callable[[str, str], None]
-"""Called with a path that is left out, and the reason."""
-
-
-def walk_files(folder: Path, prefix: str, store: str | None, notice: Told, unread: Told) -> Iterator[TreeFile]:
-    """Yield the regular files below `folder`, sorted by name.
-
-    The same tree is read in the same order each time. Symbolic links, special files and `store` (the real path of the
-    local store that receives the files, which would be read while it grows) are skipped and reported to `notice(path,
-    why)`; entries that this process cannot read are reported to `unread(path, why)`.
-
-    Raises BadInput for a name that is not UTF-8, a key that is too long, and a `folder` that cannot be listed: an
-    error is never taken for an empty folder.
-    """
-    try:
-        os.scandir(folder).close()
-    except (OSError, ValueError) as err:
-        raise BadInput(f'folder "{folder}": {_reason(err)}') from err
-    yield from _files_below(folder, prefix, store, notice, unread)
-
-
-def _files_below(folder: Path, prefix: str, store: str | None, notice: Told, unread: Told) -> Iterator[TreeFile]:
-    try:
-        with os.scandir(folder) as listing:
-            entries = sorted(listing, key=lambda entry: entry.name)
-    except OSError as err:
-        unread(str(folder), _reason(err))
-        return
-    for entry in entries:
-        if not _is_utf8(entry.name):
-            raise BadInput(f"name {entry.path!r}: not valid UTF-8, so it cannot be a key: rename it first")
-        key = f"{prefix}{entry.name}"
-        if entry.is_symlink():
-            notice(entry.path, "symbolic link")
-        elif entry.is_dir(follow_symlinks=False):
-            if os.path.realpath(entry.path) == store:
-                notice(entry.path, "the store itself")
-                continue
-            below = f"{check_key(key)}/"  # bounds the recursion: 512 folders deep
-            yield from _files_below(Path(entry.path), below, store, notice, unread)
-        elif entry.is_file(follow_symlinks=False):
-            try:
-                size_bytes = entry.stat(follow_symlinks=False).st_size
-            except FileNotFoundError:  # a tree in use: the entry may as well have been deleted before it was listed
-                notice(entry.path, "gone since it was listed")
-                continue
-            except OSError as err:
-                unread(entry.path, _reason(err))
-                continue
-            if not os.access(entry.path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
-                unread(entry.path, os.strerror(errno.EACCES).lower())
-                continue
-            yield TreeFile(check_key(key), Path(entry.path), size_bytes)
-        else:
-            notice(entry.path, "neither file nor folder")
 
 
 def _is_utf8(text: str) -> bool:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 _ELSEWHERE = {
+    "backup": "backup_command",
     "bench": "bench",
     "completion": "completion",
     "copy": "copy",
@@ -76,7 +77,9 @@ def nearkin() -> None:
 
     export NEARKIN_STORE=/var/lib/nearkin
     nearkin init                         # once: creates the store
-    nearkin put db/dump monday.rdb       # version 1 of the key "db/dump"
+    nearkin backup home /home/kim        # version 1 of the key "home": a tree of folders and files
+    nearkin restore home -o /tmp/home    # the newest version, every byte verified
+    nearkin put db/dump monday.rdb       # version 1 of the key "db/dump": a file
     nearkin put db/dump tuesday.rdb      # version 2: only what is new is stored
     nearkin get db/dump -o restored.rdb  # the newest version, every byte verified
     nearkin stats                        # what was saved, and by which step
@@ -84,7 +87,7 @@ def nearkin() -> None:
     The same with a gateway, whose token is read from NEARKIN_TOKEN alone:
     nearkin --server https://nearkin.example put db/dump monday.rdb
 
-    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 incomplete (put -r or copy could not read some), 4 not found,
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 incomplete (backup or copy could not read some), 4 not found,
     5 damaged, 6 no room, 7 precondition failed, 10 no store, 11 locked, 12 wrong or missing key-encryption key,
     129 hung up, 130 interrupted, 141 stdout closed, 143 terminated.
     """
@@ -95,7 +98,7 @@ def nearkin() -> None:
 @click.argument("sources", metavar="FILE|-", nargs=-1, shell_complete=complete_file)
 @click.option("--from-command", is_flag=True, help="Store what the command after -- writes to stdout, if it succeeds.")
 @click.option("--allow-empty", is_flag=True, help="Store an empty version if stdin or the command gives nothing.")
-@click.option("-r", "--recursive", is_flag=True, help="Put every file below a folder: KEY/relative/path.")
+@click.option("-r", "--recursive", is_flag=True, hidden=True)
 @click.option(
     "--meta",
     metavar="NAME=VALUE",
@@ -131,39 +134,29 @@ def put(
     pg_dump shop | nearkin put db/shop -
     nearkin put db/shop --from-command -- pg_dump shop    # stores nothing if pg_dump fails
     nearkin put --if-none-match "*" lock mine    # only if the key has no version; else exit code 7
-    nearkin put -r home /home/kim      # keys home/notes.txt, home/src/main.c, ...
-    nearkin put -r /home/kim           # keys notes.txt, src/main.c, ...
 
     The bytes that deltas saved in one put are an estimate, since blocks are compressed together with their bases;
     `nearkin stats` reports what they saved in the whole store.
 
-    With -r, symbolic links and special files are skipped with a notice. Files that cannot be read are named, all
-    other files are stored, and the exit code is 3. A name that cannot be a key, because it is not UTF-8 or longer
-    than 1024 bytes, stops the command before anything is stored.
+    A folder is stored by `nearkin backup`.
     """
     from nearkin.cli.arguments import parse_metadata, parse_sha256
-    from nearkin.cli.put import PutOptions, put_one, put_tree
+    from nearkin.cli.put import PutOptions, put_one
 
+    if recursive:
+        folder = sources[-1] if sources else key
+        raise BadInput(f'put --recursive "{folder}": `nearkin backup KEY FOLDER` stores a folder as one version of KEY')
     metadata = parse_metadata(meta, content_type)
     digest = None if sha256 is None else parse_sha256(sha256)
     options = PutOptions(metadata, digest, if_match, if_none_match)
     source = sources[0] if sources else None
     if from_command:
-        if recursive:
-            raise BadInput("--from-command and --recursive: give one of them")
         if source is None:
             raise BadInput("--from-command: give the command after --, as in: put KEY --from-command -- pg_dump shop")
         put_one(current_session(), key, source, options, command=sources, allow_empty=allow_empty)
         return 0
     if len(sources) > 1:
         raise click.UsageError(f"Got unexpected extra argument ({sources[1]})", click.get_current_context())
-    if recursive:
-        if digest is not None:
-            raise BadInput("--sha256 names one content: not with --recursive")
-        if if_match is not None or if_none_match is not None:
-            raise BadInput("--if-match and --if-none-match name one key's version: not with --recursive")
-        prefix, folder = ("", key) if source is None else (key, source)
-        return put_tree(current_session(), prefix, folder, metadata)
     if source is None:
         raise click.MissingParameter(param_hint="'FILE'", param_type="argument")
     put_one(current_session(), key, source, options, allow_empty=allow_empty)

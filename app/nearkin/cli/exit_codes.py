@@ -28,7 +28,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     """A wrong command line, or a setting, key, range or file that is refused."""
     INCOMPLETE = 3
-    """`put -r` could not read some files, or `copy` some versions; all others are stored."""
+    """`backup` could not read some entries, `restore` not write some, or `copy` some versions; all else is done."""
     NOT_FOUND = 4
     """The store has no such key or version."""
     DAMAGED = 5

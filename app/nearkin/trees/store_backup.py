@@ -100,7 +100,7 @@ def back_up(
         report_problem,
         report_skip,
         one_file_system=options.one_file_system,
-        left_out=_identities(store.folders),
+        left_out=folder_identities(store.folders),
     )
     metadata = {CONTENT_TYPE: CONTENT_TYPE_TREE, **options.metadata}
     if options.tags:
@@ -141,7 +141,7 @@ def _parent(store: TreeStore, key: str) -> ParentTree | None:
     return ParentTree(reader, manifest, read_range)
 
 
-def _identities(folders: Sequence[Path]) -> list[tuple[int, int]]:
+def folder_identities(folders: Sequence[Path]) -> list[tuple[int, int]]:
     """Return device and inode of the folders that exist."""
     found = []
     for folder in folders:

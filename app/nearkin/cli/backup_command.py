@@ -1,0 +1,358 @@
+"""`nearkin backup`: store folders as one version of a key."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+import click
+
+from nearkin.cli.session import (
+    AsWritten,
+    Session,
+    complete_file,
+    current_session,
+    force_option,
+    shared_options,
+)
+from nearkin_shared.errors import BadInput
+
+if TYPE_CHECKING:
+    from nearkin.cli.tree_location import SupportsTrees
+    from nearkin.trees.backup import BackupCounts
+    from nearkin.trees.backup_plan import PlannedCounts
+    from nearkin.trees.exclusions import ExclusionOptions
+    from nearkin.trees.store_backup import BackupOptions, BackupResult
+
+PATH_LIST_BYTES_MAX = 256 << 20
+RESERVED_METADATA = ("content-type", "tags")
+"""Names that a backup sets itself."""
+
+
+@click.command(cls=AsWritten, options_metavar="[OPTIONS]")
+@click.argument("key", metavar="KEY")
+@click.argument("paths", metavar="PATH...", nargs=-1, shell_complete=complete_file)
+@click.option("--tag", "tags", metavar="TAG", multiple=True, help="Stored with the version; repeatable.")
+@click.option("--meta", "--metadata", metavar="NAME=VALUE", multiple=True, help="Metadata of the version; repeatable.")
+@click.option("-e", "--exclude", metavar="PATTERN", multiple=True, help="Leave out what matches; as in .gitignore.")
+@click.option(
+    "--exclude-file", metavar="FILE", multiple=True, type=click.Path(path_type=Path), help="Patterns, one a line."
+)
+@click.option("--exclude-caches", is_flag=True, help="Leave out the content of folders with a CACHEDIR.TAG.")
+@click.option(
+    "--exclude-if-present", metavar="NAME", multiple=True, help="Leave out the content of folders with this file."
+)
+@click.option("--exclude-larger-than", metavar="SIZE", help="Leave out larger files: 100MB, 2GiB.")
+@click.option("--files-from", metavar="FILE", multiple=True, help="Paths, one a line or ended by NUL; - is stdin.")
+@click.option("-x", "--one-file-system", is_flag=True, help="Enter no folder on which another file system is mounted.")
+@click.option("-f", "--force-rescan", is_flag=True, help="Read all files, also those that seem unchanged.")
+@click.option("--ignore-ctime", is_flag=True, help="A file of the same size, mtime and inode is unchanged.")
+@click.option("--ignore-inode", is_flag=True, help="The same with another inode: for network file systems.")
+@click.option("--skip-if-unchanged", is_flag=True, help="Store no version if nothing changed since the newest.")
+@click.option("-n", "--dry-run", is_flag=True, help="Report what would be read and left out; store nothing.")
+@force_option
+@shared_options
+def backup(
+    key: str,
+    paths: tuple[str, ...],
+    tags: tuple[str, ...],
+    meta: tuple[str, ...],
+    exclude: tuple[str, ...],
+    exclude_file: tuple[Path, ...],
+    exclude_caches: bool,
+    exclude_if_present: tuple[str, ...],
+    exclude_larger_than: str | None,
+    files_from: tuple[str, ...],
+    one_file_system: bool,
+    force_rescan: bool,
+    ignore_ctime: bool,
+    ignore_inode: bool,
+    skip_if_unchanged: bool,
+    dry_run: bool,
+) -> int:
+    """Store folders and files as one version of KEY.
+
+    Names, modes, owners, times, links, devices, holes, extended attributes and ACLs are kept. Files that are unchanged
+    since the newest version of KEY are not read: same path, size, mtime, ctime and inode.
+
+    nearkin backup home /home/kim
+    nearkin backup etc /etc /usr/local/etc --tag nightly
+    nearkin backup home /home/kim -e '*.o' -e '/kim/Downloads/' -e '!important.o' --exclude-caches
+    nearkin backup root / --one-file-system --exclude-if-present .nobackup --exclude-larger-than 4GiB
+    find /srv -newer mark -print0 | nearkin backup recent --files-from -
+    nearkin backup home /home/kim --dry-run        # files that would be read, entries left out
+    nearkin -q backup home /home/kim               # for cron: prints errors alone
+
+    Then: nearkin ls home:/, nearkin restore home -o DIR, nearkin diff home@1 home@2.
+
+    One PATH that is a folder becomes the root of the tree; several paths keep their names below the deepest folder
+    that contains all of them. Patterns are those of .gitignore files, relative to that root: `*.o` anywhere, `/build/`
+    at the root alone, `!keep.o` includes again.
+
+    An entry that cannot be read, or changes while it is read, is reported on stderr; all others are stored, and the
+    exit code is 3. Sockets, /proc, /sys and the store itself are left out. An interrupted backup continues at the
+    next one of the same KEY.
+    """
+    from nearkin.cli.arguments import check_key, parse_metadata, parse_size
+    from nearkin.trees.backup import ComparisonOptions
+    from nearkin.trees.exclusions import ExclusionOptions
+    from nearkin.trees.store_backup import BackupOptions
+
+    session = current_session()
+    check_key(key)
+    metadata = parse_metadata(meta)
+    for name in RESERVED_METADATA:
+        if name in metadata:
+            remedy = "give --tag" if name == "tags" else "a tree has its own"
+            raise BadInput(f"--meta {name}=...: is set by the backup; {remedy}")
+    larger = None if exclude_larger_than is None else parse_size("--exclude-larger-than", exclude_larger_than)
+    options = BackupOptions(
+        tags=_parse_tags(tags),
+        metadata=metadata,
+        exclusions=ExclusionOptions(exclude, exclude_file, exclude_if_present, larger, exclude_caches),
+        comparison=ComparisonOptions(force_rescan, ignore_ctime, ignore_inode),
+        one_file_system=one_file_system,
+        skip_if_unchanged=skip_if_unchanged,
+    )
+    chosen = [*paths, *(path for name in files_from for path in _read_paths(name))]
+    if not chosen:
+        raise BadInput("backup: no path is given; name folders or files after KEY, or list them with --files-from")
+    _check_exclusions(options.exclusions)
+    return _plan(session, key, chosen, options) if dry_run else _back_up(session, key, chosen, options)
+
+
+def _parse_tags(values: Sequence[str]) -> list[str]:
+    """Return the tags; a value may have several, separated by commas. Raises BadInput."""
+    from nearkin.cli.arguments import check_prefix
+
+    tags = [tag.strip() for value in values for tag in value.split(",")]
+    if not all(tags):
+        raise BadInput("--tag '': must not be empty")
+    return [check_prefix(tag, "tag") for tag in tags]
+
+
+def _read_paths(name: str) -> list[str]:
+    """Return the paths of a `--files-from`. Raises BadInput."""
+    import os
+
+    try:
+        if name == "-":
+            if sys.stdin is None:
+                raise BadInput('--files-from "-": stdin is closed')
+            data = sys.stdin.buffer.read(PATH_LIST_BYTES_MAX + 1)
+        else:
+            with Path(name).open("rb") as file:
+                data = file.read(PATH_LIST_BYTES_MAX + 1)
+    except (OSError, ValueError) as err:
+        reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
+        raise BadInput(f'--files-from "{name}": {reason.lower()}') from err
+    if len(data) > PATH_LIST_BYTES_MAX:
+        raise BadInput(f'--files-from "{name}": more than {PATH_LIST_BYTES_MAX:,} bytes')
+    end = b"\0" if b"\0" in data else b"\n"
+    paths = [os.fsdecode(line) for line in data.split(end) if line]
+    if not paths:
+        raise BadInput(f'--files-from "{name}": lists no path; an empty version would hide a failed command')
+    return paths
+
+
+def _check_exclusions(options: ExclusionOptions) -> None:
+    """Refuse a pattern that does not parse before the store is opened. Raises BadInput."""
+    from nearkin.trees.exclusions import Exclusions
+
+    Exclusions(options)
+
+
+def _back_up(session: Session, key: str, paths: Sequence[str], options: BackupOptions) -> int:
+    from nearkin.cli.tree_location import open_tree_store
+    from nearkin.trees.backup import BackupCounts
+
+    started = time.perf_counter()
+    counts = BackupCounts()
+    with (
+        open_tree_store(session, "backup", "backup", read_only=False) as store,
+        _progress(store, key, paths, options, counts, shown=not session.as_json),
+    ):
+        result = store.backup(key, paths, options=options, counts=counts)
+    return _report(session, key, result, time.perf_counter() - started)
+
+
+@contextmanager
+def _progress(
+    store: SupportsTrees,
+    key: str,
+    paths: Sequence[str],
+    options: BackupOptions,
+    counts: BackupCounts,
+    *,
+    shown: bool,
+) -> Iterator[None]:
+    """Draw a progress bar; its total is the size of the newest tree, or counted meanwhile."""
+    from nearkin.cli.progress import EntriesDone, entries_bar, is_drawn
+
+    if not is_drawn(shown=shown):
+        yield
+        return
+    newest = _newest_tree_bytes(store, key)
+    counted, stop, is_counted = [0], Event(), Event()
+
+    def read() -> EntriesDone:
+        total = newest if newest is not None else counted[0] if is_counted.is_set() else None
+        return EntriesDone(counts.files, counts.read_bytes + counts.reused_bytes, counts.unread + counts.changed, total)
+
+    def count() -> None:
+        from nearkin.trees.backup_plan import BackupPlan, PlannedCounts, count_in_background
+
+        def add(size_bytes: int) -> None:
+            counted[0] += size_bytes
+
+        count_in_background(BackupPlan(paths, options, _store_folders(store), PlannedCounts()), add, stop)
+        is_counted.set()
+
+    thread = Thread(target=count, name="nearkin-count", daemon=True) if newest is None else None
+    try:
+        if thread is not None:
+            thread.start()
+        with entries_bar("backup", read, shown=True):
+            yield
+    finally:
+        stop.set()
+        if thread is not None:
+            thread.join()
+
+
+def _newest_tree_bytes(store: SupportsTrees, key: str) -> int | None:
+    from nearkin_shared.errors import Corrupt, NotFound
+
+    try:
+        return store.tree(key).summary.size_bytes
+    except (NotFound, Corrupt):
+        return None
+
+
+def _store_folders(store: SupportsTrees) -> list[Path]:
+    from nearkin.store import Store
+
+    return [store.root, store.index_folder] if isinstance(store, Store) else []
+
+
+def _plan(session: Session, key: str, paths: Sequence[str], options: BackupOptions) -> int:
+    from nearkin.cli.exit_codes import ExitCode
+    from nearkin.cli.output import print_json, print_line
+    from nearkin.cli.progress import EntriesDone, entries_bar
+    from nearkin.cli.tree_location import open_tree_store
+    from nearkin.trees.backup_plan import BackupPlan, PlannedCounts
+    from nearkin_shared.errors import Corrupt, NotFound
+    from nearkin_shared.utils.terminal import printable
+
+    counts = PlannedCounts()
+    with open_tree_store(session, "backup", "tree") as store:
+        plan = BackupPlan(paths, options, _store_folders(store), counts)
+        try:
+            newest = store.tree(key)
+        except (NotFound, Corrupt):
+            newest = None
+        with entries_bar(
+            "dry run",
+            lambda: EntriesDone(counts.files, counts.read_bytes + counts.reused_bytes, counts.unread, None),
+            shown=not session.as_json,
+        ):
+            plan.run(newest)
+    code = ExitCode.INCOMPLETE if counts.unread else ExitCode.DONE
+    if session.as_json:
+        print_json({"dry_run": True, "key": key, **_planned_json(counts)})
+        return code
+    _print_problems(counts)
+    for line in _plan_lines(printable(key), counts):
+        print_line(line)
+    return code
+
+
+def _plan_lines(name: str, counts: PlannedCounts) -> Iterator[str]:
+    from nearkin_shared.savings_table import human_bytes, plural
+
+    yield f"{name}: would store {_entries_text(counts)}"
+    yield (
+        f"would read {human_bytes(counts.read_bytes)}: {plural(counts.new_files, 'new file')}, "
+        f"{counts.changed_files:,} changed"
+    )
+    yield f"would take over {human_bytes(counts.reused_bytes)}: {plural(counts.unchanged_files, 'unchanged file')}"
+    if counts.removed:
+        yield f"{plural(counts.removed, 'entry', 'entries')} of the newest version would not be in the next one"
+
+
+def _report(session: Session, key: str, result: BackupResult, seconds: float) -> int:
+    """Print the result of a backup; return the exit code."""
+    from nearkin.cli.exit_codes import ExitCode
+    from nearkin.cli.output import print_json, report, warn
+    from nearkin_shared.results_json import put_json
+    from nearkin_shared.savings_table import human_bytes, plural
+    from nearkin_shared.utils.terminal import printable
+
+    counts, put = result.counts, result.put
+    code = ExitCode.DONE if result.is_complete else ExitCode.INCOMPLETE
+    if session.as_json:
+        stored = {"key": key, "version": None} if put is None else put_json(put)
+        print_json({**stored, "dry_run": False, **_counts_json(counts), "seconds": seconds})
+        return code
+    _print_problems(counts)
+    name = printable(key)
+    if put is None:
+        report(f"{name}: nothing changed, no version was stored")
+        return code
+    report(f"{name} version {put.info.version}: {_entries_text(counts)} in {seconds:.2f} s")
+    report(
+        f"read {human_bytes(counts.read_bytes)}, took over {human_bytes(counts.reused_bytes)} of "
+        f"{plural(counts.unchanged_files, 'unchanged file')}, stored {human_bytes(put.ledger.stored_bytes)}"
+    )
+    if code:
+        warn(
+            f"incomplete: {counts.unread:,} could not be read, {counts.changed:,} changed while they were read; all "
+            "else is stored; run it again, as a user who may read them"
+        )
+    return code
+
+
+def _entries_text(counts: BackupCounts) -> str:
+    from nearkin_shared.savings_table import human_bytes, plural
+
+    total = human_bytes(counts.read_bytes + counts.reused_bytes)
+    others = f", {plural(counts.others, 'other')}" if counts.others else ""
+    return f"{plural(counts.files, 'file')}, {plural(counts.folders, 'folder')}{others}, {total}"
+
+
+def _print_problems(counts: BackupCounts) -> None:
+    from nearkin.cli.output import notice, warn
+    from nearkin.cli.tree_output import path_lines
+
+    for line in path_lines("skipped", counts.skips, counts.skipped):
+        notice(line)
+    for line in path_lines("", counts.problems, counts.unread + counts.changed):
+        warn(line)
+
+
+def _counts_json(counts: BackupCounts) -> dict[str, object]:
+    from nearkin.cli.tree_output import problems_json
+
+    return {
+        "files": counts.files,
+        "folders": counts.folders,
+        "others": counts.others,
+        "unchanged_files": counts.unchanged_files,
+        "read_bytes": counts.read_bytes,
+        "reused_bytes": counts.reused_bytes,
+        "unread": counts.unread,
+        "changed": counts.changed,
+        "skipped": counts.skipped,
+        "problems": problems_json(counts.problems),
+        "skips": problems_json(counts.skips),
+    }
+
+
+def _planned_json(counts: PlannedCounts) -> dict[str, object]:
+    more = {"new_files": counts.new_files, "changed_files": counts.changed_files, "removed": counts.removed}
+    return {**_counts_json(counts), **more}

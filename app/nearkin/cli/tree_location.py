@@ -1,0 +1,242 @@
+"""Parse and resolve `KEY[@VERSION][:/PATH]`: a version, or a folder or file in a tree.
+
+    home              the newest version            home@3:/etc          a folder of version 3
+    home:/etc/fstab   a file of the newest one      home@36h:/etc        of the version of 36 hours ago
+    home@2026-11-20T18:00Z                          the version of that time
+
+A key may contain @ and :/ itself. Every split of the text is a candidate; of those whose key exists, the one with the
+longest key applies, so that an exact existing key always wins.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+
+from nearkin_shared.errors import BadInput, Corrupt, NotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from nearkin.blob import Blob
+    from nearkin.cli.session import Session
+    from nearkin.store import Store
+    from nearkin.trees.backup import BackupCounts
+    from nearkin.trees.store_backup import BackupOptions, BackupResult
+    from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
+    from nearkin_shared.reading.tree_reader import TreeReader
+    from nearkin_shared.results import Damage, VersionInfo
+
+CANDIDATES_MAX = 64
+"""Splits that are tried; each costs a lookup of its key."""
+_NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)
+
+
+class TreeLocation(NamedTuple):
+    """A split of a text into its parts; the key may not exist."""
+
+    key: str
+    version: str | None = None
+    """A number or a time as `get --at` accepts; None: the newest."""
+    path: str | None = None
+    """From the root of the tree; None: the text has none."""
+
+
+class ResolvedLocation(NamedTuple):
+    """An existing version, and a path in it that may not exist."""
+
+    key: str
+    version: int
+    path: bytes | None
+    """From the root of the tree, without a leading slash; None: the text has none."""
+
+    @property
+    def label(self) -> str:
+        """The text that names the version: `KEY@VERSION`."""
+        return f"{self.key}@{self.version}"
+
+
+class SupportsTrees(Protocol):
+    """A store with trees: `Store`, or a remote store with the same methods."""
+
+    def backup(
+        self,
+        key: str,
+        paths: Sequence[str | Path],
+        *,
+        options: BackupOptions | None = None,
+        counts: BackupCounts | None = None,
+    ) -> BackupResult:
+        """Store folders as one version."""
+
+    def restore(
+        self,
+        key: str,
+        target: str | Path,
+        *,
+        version: int | None = None,
+        path: bytes = b"",
+        options: RestoreOptions | None = None,
+        counts: RestoreCounts | None = None,
+    ) -> RestoreCounts:
+        """Restore a tree, or a part of it."""
+
+    def tree(self, key: str, version: int | None = None) -> TreeReader:
+        """Return a reader of a tree's entries."""
+
+    def get(self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None) -> Blob:
+        """Return a version, or a range of its bytes."""
+
+    def info(self, key: str, version: int | None = None) -> VersionInfo:
+        """Return a version."""
+
+    def versions(
+        self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
+    ) -> list[VersionInfo]:
+        """Return the versions of keys that start with `prefix`."""
+
+
+@contextmanager
+def open_tree_store(session: Session, command: str, method: str, *, read_only: bool = True) -> Iterator[SupportsTrees]:
+    """Open the store for a command that calls `method` of it.
+
+    Raises BadInput if the store is behind a server and its client has no such method.
+    """
+    with session.open(read_only=read_only) as store:
+        if not hasattr(store, method):
+            url = getattr(store, "url", "the server")
+            raise BadInput(
+                f"{command}: not available through {url} yet; run it on the machine that has the store, with --store "
+                "FOLDER"
+            )
+        yield cast("SupportsTrees", store)
+
+
+def parse_location(text: str) -> list[TreeLocation]:
+    """Return the possible meanings of a text, the longest key first.
+
+    Raises BadInput if the text is no key, and no part of it is one.
+    """
+    from nearkin.cli.arguments import check_key
+
+    found: dict[TreeLocation, None] = {}
+    for head, path in _split_paths(text):
+        for location in _split_version(head, path):
+            if _is_key(location.key):
+                found[location] = None
+    if not found:
+        check_key(text)
+    return sorted(found, key=lambda location: -len(location.key))[:CANDIDATES_MAX]
+
+
+def _split_paths(text: str) -> Iterator[tuple[str, str | None]]:
+    yield text, None
+    if text.endswith(":"):
+        yield text[:-1], ""
+    for match in re.finditer(":(?=/)", text):
+        yield text[: match.start()], text[match.end() :]
+
+
+def _split_version(head: str, path: str | None) -> Iterator[TreeLocation]:
+    yield TreeLocation(head, None, path)
+    key, at, version = head.rpartition("@")
+    if at and _is_version(version):
+        yield TreeLocation(key, version, path)
+
+
+def _is_version(text: str) -> bool:
+    from datetime import UTC, datetime
+
+    from nearkin.cli.verify import parse_moment
+
+    if _NUMBER.fullmatch(text):
+        return True
+    try:
+        parse_moment("version", text, datetime.now(UTC))
+    except BadInput:
+        return False
+    return True
+
+
+def _is_key(text: str) -> bool:
+    from nearkin.cli.arguments import check_key
+
+    try:
+        check_key(text)
+    except BadInput:
+        return False
+    return True
+
+
+def resolve_location(store: Store | SupportsTrees, text: str) -> ResolvedLocation:
+    """Return the version that a text names.
+
+    Raises BadInput, NotFound (no such key or version), Corrupt.
+    """
+    location = find_location(store, text)
+    if location is None:
+        first, *others = (repr(one.key) for one in parse_location(text))
+        also = f", nor {' or '.join(others)}" if others else ""
+        raise NotFound(f"key {first}: the store has none{also}; `nearkin ls` lists the keys")
+    return resolve_version(store, location)
+
+
+def find_location(store: Store | SupportsTrees, text: str) -> TreeLocation | None:
+    """Return the split with the longest key that exists; None if none does. Raises BadInput."""
+    return next((location for location in parse_location(text) if _exists(store, location.key)), None)
+
+
+def _exists(store: Store | SupportsTrees, key: str) -> bool:
+    try:
+        store.info(key)
+    except NotFound:
+        return False
+    except Corrupt:  # the caller's own read of it reports the damage
+        return True
+    return True
+
+
+def resolve_version(store: Store | SupportsTrees, location: TreeLocation) -> ResolvedLocation:
+    """Return the number of the version that a split names. Raises BadInput, NotFound, Corrupt."""
+    from nearkin_shared.reading.tree_reader import tree_path
+
+    path = None if location.path is None else tree_path(os.fsencode(location.path))
+    if location.version is None:
+        number = store.info(location.key).version
+    elif _NUMBER.fullmatch(location.version):
+        number = store.info(location.key, int(location.version)).version
+    else:
+        from nearkin.cli.version_at import find_version_at
+
+        number = find_version_at(cast("Store", store), location.key, location.version)
+    return ResolvedLocation(location.key, number, path)
+
+
+def is_tree(info: VersionInfo) -> bool:
+    """Return whether the metadata of a version name it a tree."""
+    from nearkin_shared.formats.tree_layout import CONTENT_TYPE_TREE
+    from nearkin_shared.validation import CONTENT_TYPE
+
+    return info.metadata.get(CONTENT_TYPE) == CONTENT_TYPE_TREE
+
+
+def open_tree(store: SupportsTrees, location: ResolvedLocation) -> TreeReader:
+    """Open the tree of a version.
+
+    Raises BadInput if it is a blob without entries, and as `Store.tree` does.
+    """
+    from nearkin_shared.utils.terminal import printable
+
+    try:
+        return store.tree(location.key, location.version)
+    except Corrupt as err:
+        if is_tree(store.info(location.key, location.version)):
+            raise
+        name = printable(repr(location.key))
+        raise BadInput(
+            f"key {name} version {location.version}: is a blob of `nearkin put`, not a tree; `nearkin get` writes it"
+        ) from err

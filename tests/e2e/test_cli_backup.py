@@ -1,0 +1,196 @@
+"""`nearkin backup`: options, reports, exit codes, dry run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from tests.support.checks.commands import InProcess, assert_refused, command, environment, new_store, run
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Return a folder with 3 files, 2 folders, a symlink and a hard link."""
+    folder = tmp_path / "home"
+    (folder / "sub" / "empty").mkdir(parents=True)
+    (folder / "a.txt").write_bytes(b"aaaa")
+    (folder / "sub" / "b.o").write_bytes(b"b" * 5000)
+    Path(os.fsdecode(os.fsencode(folder) + b"/sub/caf\xe9\n")).write_bytes(b"ccc")
+    (folder / "link").symlink_to("a.txt")
+    os.link(folder / "a.txt", folder / "sub" / "hard")
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return new_store(tmp_path / "store")
+
+
+def paths_of(store: Path, key: str = "home") -> list[bytes]:
+    with open_store(store, read_only=True) as opened:
+        return [placed.entry.path for placed in opened.tree(key).entries()]
+
+
+def as_user_without_override() -> list[str]:
+    """Return the words that start a command without root's right to read every file."""
+    if os.geteuid():
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("root reads all, and setpriv is not there")
+    names = "-dac_override,-dac_read_search"
+    return ["setpriv", f"--bounding-set={names}", f"--inh-caps={names}"]
+
+
+def test_backup_reports_what_was_stored(home: Path, store: Path, call: InProcess) -> None:
+    done = call("--store", store, "backup", "home", home, "--tag", "nightly,laptop", "--meta", "note=a b")
+    assert (done.returncode, done.stderr) == (0, b"")
+    first, second = done.stdout.decode().splitlines()
+    assert re.fullmatch(r"home version 1: 3 files, 2 folders, 2 others, 5,007 B in \d+\.\d\d s", first)
+    assert re.fullmatch(r"read 5,007 B, took over 0 B of 0 unchanged files, stored [\d,.]+ k?B", second)
+    with open_store(store, read_only=True) as opened:
+        metadata = opened.info("home").metadata
+    assert (metadata["tags"], metadata["note"]) == ("laptop,nightly", "a b")
+
+
+def test_backup_json_has_counts_and_the_version(home: Path, store: Path, call: InProcess) -> None:
+    time.sleep(1.1)  # a file is read again within a second of its ctime
+    first = call.answer("--store", store, "backup", "home", home)
+    (home / "a.txt").write_bytes(b"other")
+    second = call.answer("--store", store, "backup", "home", home)
+    third = call.answer("--store", store, "backup", "home", home, "--force-rescan")
+    assert (first["key"], first["version"], first["dry_run"]) == ("home", 1, False)
+    assert first.keys() >= {"digest", "metadata", "stored_bytes", "seconds", "problems", "skips"}
+    names = ("files", "folders", "others", "unchanged_files", "read_bytes", "reused_bytes", "unread", "changed")
+    assert [first[name] for name in names] == [3, 2, 2, 0, 5007, 0, 0, 0]
+    assert [second[name] for name in names] == [3, 2, 2, 2, 5, 5003, 0, 0]
+    assert (third["read_bytes"], third["reused_bytes"]) == (5008, 0)
+
+
+def test_backup_skip_if_unchanged_stores_nothing(home: Path, store: Path, call: InProcess) -> None:
+    time.sleep(1.1)
+    call("--store", store, "backup", "home", home)
+    done = call("--store", store, "backup", "home", home, "--skip-if-unchanged")
+    assert (done.returncode, done.stdout) == (0, b"home: nothing changed, no version was stored\n")
+    answer = call.answer("--store", store, "backup", "home", home, "--skip-if-unchanged")
+    assert (answer["key"], answer["version"], answer["files"]) == ("home", None, 3)
+
+
+def test_backup_exclusions_leave_entries_out(home: Path, store: Path, tmp_path: Path, call: InProcess) -> None:
+    (tmp_path / "patterns").write_text("# comment\n*.o\n")
+    (home / "cache").mkdir()
+    (home / "cache" / "CACHEDIR.TAG").write_bytes(b"Signature: 8a477f597d28d172789f06886806bc55")
+    (home / "cache" / "data").touch()
+    (home / "no").mkdir()
+    for name in (".nobackup", "data"):
+        (home / "no" / name).touch()
+    (home / "large").write_bytes(bytes(3000))
+    options = ("--exclude-file", tmp_path / "patterns", "-e", "caf*", "--exclude-caches", "-x")
+    more = ("--exclude-if-present", ".nobackup", "--exclude-larger-than", "2kB")
+    assert call("--store", store, "backup", "home", home, *options, *more).returncode == 0
+    found = b" a.txt cache link no sub cache/CACHEDIR.TAG no/.nobackup sub/empty sub/hard"
+    assert paths_of(store) == found.split(b" ")
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\0"])
+def test_backup_files_from_a_list(home: Path, store: Path, tmp_path: Path, call: InProcess, end: bytes) -> None:
+    listed = [os.fsencode(home / "a.txt"), os.fsencode(home / "sub" / "b.o"), b""]
+    (tmp_path / "list").write_bytes(end.join(listed))
+    assert call("--store", store, "backup", "home", "--files-from", tmp_path / "list").returncode == 0
+    assert call("--store", store, "backup", "stdin", "--files-from", "-", stdin=end.join(listed)).returncode == 0
+    assert paths_of(store) == paths_of(store, "stdin") == [b"", b"a.txt", b"sub", b"sub/b.o"]
+    assert_refused(call("--store", store, "backup", "k", "--files-from", "-", stdin=b""), 2, "lists no path")
+
+
+def test_backup_of_unreadable_entries_is_incomplete(home: Path, store: Path) -> None:
+    """Name each entry on stderr, store all others, exit with 3; with --quiet too."""
+    for name in ("secret", "closed"):
+        path = home / name
+        path.mkdir() if name == "closed" else path.touch()
+        path.chmod(0)
+    words = [*as_user_without_override(), sys.executable, "-m", "nearkin.cli", "--store", str(store)]
+    try:
+        done, as_json, dry = (
+            subprocess.run(
+                [*words, "backup", "home", str(home), more], env=environment(), capture_output=True, check=False
+            )
+            for more in ("-q", "--json", "--dry-run")
+        )
+    finally:
+        (home / "closed").chmod(0o700)
+    assert (done.returncode, as_json.returncode, dry.returncode) == (3, 3, 3)
+    assert done.stdout == b""
+    lines = done.stderr.decode().splitlines()
+    assert sorted(lines[:2]) == [f"nearkin: {home / name}: permission denied" for name in ("closed", "secret")]
+    assert lines[2].startswith("nearkin: incomplete: 2 could not be read, 0 changed while they were read")
+    answer = json.loads(as_json.stdout)
+    assert (answer["unread"], answer["files"], as_json.stderr) == (2, 3, b"")
+    assert answer["problems"][0] == {"path": str(home / "secret"), "reason": "permission denied"}
+    assert f"nearkin: {home / 'secret'}: permission denied" in dry.stderr.decode()
+    assert b"secret" not in paths_of(store)
+
+
+def test_backup_notices_of_skipped_entries(home: Path, store: Path, call: InProcess) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(home / "a\x1bsocket"))
+    done = call("--store", store, "backup", "home", home)
+    assert done.returncode == 0
+    assert done.stderr.decode() == f"nearkin: skipped: {home}/a\\x1bsocket: is a socket\n"
+    quiet = call("--store", store, "-q", "backup", "home", home)
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, b"", b"")
+
+
+def test_backup_dry_run_stores_nothing(home: Path, store: Path, call: InProcess) -> None:
+    time.sleep(1.1)
+    done = call("--store", store, "backup", "home", home, "--dry-run")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode().splitlines() == [
+        "home: would store 3 files, 2 folders, 2 others, 5,007 B",
+        "would read 5,007 B: 3 new files, 0 changed",
+        "would take over 0 B: 0 unchanged files",
+    ]
+    assert call.answer("--store", store, "ls") == []
+    call("--store", store, "backup", "home", home)
+    (home / "a.txt").write_bytes(b"other")
+    (home / "sub" / "b.o").unlink()
+    (home / "sub" / "new").write_bytes(b"n")
+    before = call.answer("--store", store, "ls", "--versions")
+    planned = call.answer("--store", store, "backup", "home", home, "-n")
+    stored = call.answer("--store", store, "backup", "home", home)
+    assert before == call.answer("--store", store, "ls", "--versions")[:1]
+    assert (planned["dry_run"], planned["new_files"], planned["changed_files"], planned["removed"]) == (True, 1, 1, 1)
+    for name in ("files", "folders", "others", "unchanged_files", "read_bytes", "reused_bytes", "skipped"):
+        assert planned[name] == stored[name], name
+
+
+def test_backup_draws_files_and_bytes_on_a_terminal(store: Path, home: Path) -> None:
+    controller, terminal = pty.openpty()
+    arguments = command("--store", store, "backup", "home", home)
+    with subprocess.Popen(arguments, stderr=terminal, stdout=subprocess.DEVNULL, env=environment()) as child:
+        os.close(terminal)
+        drawn = b""
+        try:
+            while piece := os.read(controller, 4096):
+                drawn += piece
+        except OSError:  # Linux reports the closed terminal as EIO
+            pass
+        assert child.wait(60) == 0
+    os.close(controller)
+    assert b"backup: 3 files" in drawn
+
+
+def test_backup_help_has_examples(store: Path, home: Path) -> None:
+    done = run("backup", "--help")
+    assert b"nearkin backup home /home/kim" in done.stdout
+    for option in (b"--files-from", b"--exclude-if-present", b"--one-file-system", b"--ignore-ctime", b"--dry-run"):
+        assert option in done.stdout
