@@ -223,7 +223,7 @@ def test_secrets_are_referenced_and_never_rendered(rendered: Render) -> None:
 
 
 def test_services_have_the_store_key_and_the_job_has_not(rendered: Render) -> None:
-    """In an encrypted store."""
+    """Only services of an encrypted store read its key."""
     objects = rendered(MATRIX["encrypted"])
     for name, _, spec in pods(objects):
         given = [one for one in spec["containers"][0].get("env", []) if one["name"] == "NEARKIN_STORAGE__KEY"]

@@ -27,7 +27,7 @@ Render = Callable[..., list[dict[str, Any]]]
 
 @dataclass
 class Node:
-    """Runs pods as processes.
+    """Node that runs pods as processes.
 
     Files that Kubernetes mounts are written to a folder of their own.
     """

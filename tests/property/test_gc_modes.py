@@ -91,7 +91,7 @@ STEPS = st.lists(
 @example([("put", "a", 1), ("put", "a", 2), ("gc", "", 0), ("put", "a", 1), ("delete", "a", 2), ("gc", "", 2)])
 @example([("put", "a", 1), ("put", "b", 1), ("gc", "", 1), ("delete", "a", 1), ("gc", "", 2), ("delete", "b", 1)])
 def test_each_gc_mode_leaves_what_marking_leaves(steps: list[tuple[Any, ...]]) -> None:
-    """After any history."""
+    """The stores are equal after any history."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         opened(Path(folder, "new"), MARK_SWEEP, clock).close()
@@ -169,7 +169,7 @@ def manifest_of(key: str, version: int, held: frozenset[int]) -> Manifest:
     HYBRID,
 )
 def test_reference_counts_match_live_versions(rounds: list[dict[tuple[str, int], frozenset[int]]], mode: str) -> None:
-    """After any sequence of puts and deletions."""
+    """Counts are exact after any sequence of puts and deletions."""
     references: dict[tuple[str, int], frozenset[int]] = {}
     with tempfile.TemporaryDirectory() as folder:
         before: set[tuple[int, int]] = set()
@@ -290,7 +290,7 @@ def test_data_of_a_killed_put_are_nominated(tmp_path: Path) -> None:
 def test_small_put_changes_few_reference_counts(
     mode: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In hybrid mode."""
+    """After a small change the hybrid mode touches few counts, the other one most."""
     result = []
     real = ReferenceCounts.update
     monkeypatch.setattr(ReferenceCounts, "update", lambda self, *rest: result.append(real(self, *rest)) or result[-1])

@@ -81,7 +81,7 @@ class Kept:
 
 
 class Clock:
-    """Does not advance unless a test advances it."""
+    """Clock that only a test advances."""
 
     def __init__(self) -> None:
         self.now = 1e6

@@ -44,7 +44,7 @@ def test_budget_resumes_when_more_bases_are_found() -> None:
 
 
 def test_budget_judges_each_blob_alone() -> None:
-    """A batch of several blobs is always tried."""
+    """Candidates of a batch of several blobs are always tried."""
     trials = CandidateBudget()
     fed(trials, "a", 20, found=0)
     assert fed(trials, "b", 2, found=0) == [True, False]

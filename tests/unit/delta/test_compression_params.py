@@ -25,7 +25,7 @@ KEYS = [random_bytes(40, seed) for seed in range(40_000)]
 
 
 class CountingEncoder(FrameEncoder):
-    """Counts frames."""
+    """Encoder that counts its frames."""
 
     frames = 0
 

@@ -272,7 +272,7 @@ def test_block_in_encoding_counts_as_open_for_two_batches() -> None:
 def test_blocks_without_a_thread_count_as_open_as_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are encoded as they fill."""
+    """The caller encodes each block as it fills."""
     encoded: list[int] = []
     close = BlockCloser.close
 

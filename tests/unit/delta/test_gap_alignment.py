@@ -272,7 +272,7 @@ def test_lost_or_missing_container_has_no_neighbours(kind: Anchor) -> None:
 
 
 def test_rewritten_container_without_recipe_has_neighbours() -> None:
-    """The chunks that the rewrite kept."""
+    """The neighbours are the chunks that the rewrite kept."""
     source = Directories(RECIPES)
     near = Neighbourhood(source)  # type: ignore[arg-type]
     question = asked((Anchor.NONE, NONE, Anchor.CHUNK, (OLD, 18), 2))
@@ -287,7 +287,7 @@ def test_neighbours_are_of_one_generation() -> None:
     """The container is rewritten or deleted while it is read."""
 
     class Rewriting(Directories):
-        """Returns the old directory once."""
+        """Directories that change after the first read."""
 
         later: dict[int, list[list[tuple[int, int]]]]
 

@@ -21,7 +21,7 @@ ADDRESS = "192.0.2.7"
 
 
 class Refusals:
-    """Records failures as the audit log does."""
+    """Audit log that keeps its failures in memory."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []

@@ -331,7 +331,7 @@ def test_problem_shows_no_path_or_backend_address(text: str, shown: str | None) 
 
 
 def test_session_of_a_clock_ahead_is_open(tmp_path: Path) -> None:
-    """A session too far in the future is not."""
+    """A session that begins further in the future is refused."""
     _, token = tokens.create(tmp_path / "tokens.json", "t", ["read"])
     sessions = Sessions(SECRET, tokens.TokenFile(tmp_path / "tokens.json"), 3600)
     now = time.time()

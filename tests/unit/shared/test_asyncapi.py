@@ -207,7 +207,7 @@ def test_heartbeats_are_those_sent() -> None:
 
 
 class _Outbox:
-    """Keeps the messages that it is given."""
+    """Outbox that keeps its messages."""
 
     headers: dict[str, str]
 

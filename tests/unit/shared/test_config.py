@@ -438,7 +438,7 @@ def test_undelete_seconds_are_bounded(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_encryption_settings_are_refused_unshown(section: dict[str, object], complaint: str) -> None:
-    """The key is not shown."""
+    """No refusal shows the key."""
     with pytest.raises(ConfigError) as refused:
         load(None, {"storage": section})
     assert complaint in str(refused.value)

@@ -217,7 +217,7 @@ WRONG_PATCHED = {
 def test_inconsistent_patch_block_is_corrupt(
     change: Callable[[Parts], None],
 ) -> None:
-    """Its checksum is valid."""
+    """A valid checksum does not hide fields that contradict one another."""
     wrong = parts(samples.patch_container)
     change(wrong)
     with pytest.raises(Corrupt):
@@ -253,7 +253,7 @@ def test_patch_block_needs_exactly_its_prefix() -> None:
 def test_inconsistent_directory_is_corrupt(
     change: Callable[[Parts], None],
 ) -> None:
-    """Its checksum is valid."""
+    """A valid checksum does not hide fields that contradict one another."""
     wrong = parts()
     change(wrong)
     with pytest.raises(Corrupt):

@@ -135,7 +135,7 @@ def test_random_bytes_are_no_manifest() -> None:
 
 
 def test_random_changes_are_refused_or_parse() -> None:
-    """The checksum is valid."""
+    """The checksum is valid, as a hostile writer would make it."""
     chance = random.Random(2)
     for _ in range(3000):
         wrong = body()

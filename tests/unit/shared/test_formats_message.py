@@ -140,7 +140,7 @@ def test_each_failure_reason_is_encodable(failure: object) -> None:
 
 @pytest.mark.parametrize(("container", "ordinal"), [(0, 0), (1, 8192), (1, 0xFFFFFFFF), (5, ROWS_MAX)])
 def test_base_of_no_container_is_refused(container: int, ordinal: int) -> None:
-    """The zero chunk was accepted as a base.
+    """The zero chunk must not be accepted as a base.
 
     Then the whole container that the delta was written to was refused.
     """

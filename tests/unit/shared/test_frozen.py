@@ -138,7 +138,7 @@ def test_plain_record_is_constructed_as_the_library_s(args: tuple[Any, ...], nam
     [((), {}), ((1, "b", 2.5, 4), {}), ((1,), {"number": 2}), ((1,), {"colour": "red"}), ((), {"name": "b"})],
 )
 def test_plain_record_refuses_as_the_library_s(args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """With the same message."""
+    """Both raise the same error with the same message."""
     with pytest.raises(TypeError) as theirs:
         TheirPlain(*args, **named)
     with pytest.raises(TypeError) as ours:

@@ -157,7 +157,7 @@ def test_interrupted_rewrap_is_completed_by_the_next(script: str) -> None:
 
 
 def test_erased_keys_are_unusable_within_a_minute() -> None:
-    """In each process; other tenants' keys stay."""
+    """Each process forgets them; keys of other tenants stay."""
     keys = MemoryKeys()
     other = keys.another()
     db, web = other.newest(DB), other.newest(WEB)

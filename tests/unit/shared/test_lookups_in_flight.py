@@ -127,7 +127,7 @@ def test_cache_makes_room_for_blocks_in_use() -> None:
 
 
 def test_closed_patch_blocks_are_decoded_if_not_cached(world: World) -> None:
-    """Blocks of an open container."""
+    """The blocks belong to an open container."""
     world.builder.close()
     world.builder.next_batch()
     world.builder.next_batch()

@@ -25,7 +25,7 @@ from tests.support.checks.waiting import until
 
 
 class Making:
-    """Produces numbers and records its progress."""
+    """Producer of numbers that records its progress."""
 
     def __init__(self, count: int, fails_at: int | None = None) -> None:
         self.made = list[int]()

@@ -174,7 +174,7 @@ def test_keys_with_equal_heads_are_kept_apart(tmp_path: Path, monkeypatch: pytes
 
 
 def test_super_features_spread_over_the_runs(tmp_path: Path) -> None:
-    """Of many namespaces and ranks."""
+    """The keys are of many namespaces and ranks."""
     shape = SHAPES["features"]
     keys = np.repeat(keys_of(shape, 0, 1000), 9, axis=0)
     keys[:, 0], keys[:, 8] = np.tile(np.arange(9) // 3, 1000), np.tile(np.arange(9) % 3, 1000)

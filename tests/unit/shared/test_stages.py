@@ -426,7 +426,7 @@ def test_container_is_durable_before_publish_and_manifest(
 
 
 def test_small_containers_are_published_together(log: list[str], index: LmdbIndex) -> None:
-    """Before the manifest."""
+    """All of them are published before the manifest is written."""
     put(Recording(log), index, LARGE)
     containers = log.count("containers")
     assert log == ["containers"] * containers + ["publish"] * containers + ["manifests", "commit"]
@@ -435,7 +435,7 @@ def test_small_containers_are_published_together(log: list[str], index: LmdbInde
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("fate", ["fails", "reply lost"])
 def test_unacknowledged_container_is_not_published(log: list[str], index: LmdbIndex, number: int, fate: str) -> None:
-    """And nothing is committed."""
+    """The put fails and commits nothing."""
     objects = Recording(log, {f"containers {number}": fate})
     with pytest.raises(StoreUnavailable):
         put(objects, index, LARGE)

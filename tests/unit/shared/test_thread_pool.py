@@ -67,7 +67,7 @@ def test_caller_does_not_wait_for_a_busy_thread(threads: ThreadPoolExecutor) -> 
 
 
 class Crowded(ThreadPoolExecutor):
-    """Has one thread, and cannot start another."""
+    """Executor with one thread that cannot start another."""
 
     def submit(self, *arguments: Any, **named: Any) -> Any:
         if self._threads:
@@ -82,7 +82,7 @@ def test_existing_threads_do_all_if_none_can_start() -> None:
 
 
 class Unstartable(ThreadPoolExecutor):
-    """Accepts tasks, and can start no thread for them."""
+    """Executor that accepts tasks and can start no thread."""
 
     def _adjust_thread_count(self) -> None:
         raise RuntimeError("can't start new thread")

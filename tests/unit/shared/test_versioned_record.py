@@ -62,7 +62,7 @@ def test_record_removed_without_replacement_is_none() -> None:
 
 
 def test_records_replaced_repeatedly_are_a_transient_error() -> None:
-    """Never an absent record."""
+    """The record never appears absent."""
     objects = memory_objects()
     maintenance = PendingDeleteStore(objects)
     maintenance.replace({A: entry(5, 0)})
