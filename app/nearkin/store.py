@@ -301,7 +301,11 @@ class Store(MaintainedStore):
         manifest = self._manifest(key, version)
         reader = self._range(manifest, 0, manifest.size_bytes).tree()
         restore = TreeRestore(
-            reader, partial(self._range, manifest), Path(target), options or RestoreOptions(), counts or RestoreCounts()
+            reader,
+            lambda start, stop: self._range(manifest, start, stop).pieces(),
+            Path(target),
+            options or RestoreOptions(),
+            counts or RestoreCounts(),
         )
         return restore.run(path)
 

@@ -19,8 +19,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from nearkin_shared.errors import Corrupt, NotFound, TenantErased
+from nearkin_shared.formats.tree_layout import CONTENT_TYPE_TREE
+from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.results import Damage, PutResult, VersionInfo
 from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.validation import content_type
 
 if TYPE_CHECKING:
     from nearkin.blob import VersionFile
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
 CREATED_METADATA = "nearkin-created"
 """Metadata entry with the creation time (ISO 8601, UTC) of a version that was copied to a server."""
+TREE_DIGEST_METADATA = "nearkin-tree-digest"
+"""Metadata entry with the digest of a tree at its first source, if the copy has another one."""
 SMALL_BYTES = 1024 * 1024
 """Versions up to this size are read into memory first and committed in groups: one sync for many."""
 GROUP_BYTES = 16 * 1024 * 1024
@@ -45,8 +50,11 @@ class ReadableStore(Protocol):
     ) -> list[VersionInfo]:
         """Return versions by key."""
 
-    def get(self, key: str, version: int | None = None) -> VersionFile:
-        """Return a version as a file."""
+    def get(self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None) -> VersionFile:
+        """Return a version or a range of it as a file."""
+
+    def tree(self, key: str, version: int | None = None) -> TreeReader:
+        """Return a reader of a tree."""
 
 
 @frozen
@@ -95,10 +103,19 @@ def original(info: VersionInfo) -> tuple[datetime, Mapping[str, str]]:
     return moment.astimezone(UTC), metadata
 
 
+def source_digest(info: VersionInfo) -> str:
+    """Return the digest by which a version and its copies are recognised.
+
+    A tree on a server has another digest than in a folder: the metadata of its copies have that of the first source.
+    """
+    return info.metadata.get(TREE_DIGEST_METADATA, info.digest)
+
+
 def identity(info: VersionInfo) -> tuple[object, ...]:
     """Return the fields that a version and its copies share; times in ms, as in HTTP."""
     created, metadata = original(info)
-    return info.digest, info.size_bytes, int(created.timestamp() * 1000), tuple(sorted(metadata.items()))
+    named = sorted((name, value) for name, value in metadata.items() if name != TREE_DIGEST_METADATA)
+    return source_digest(info), info.size_bytes, int(created.timestamp() * 1000), tuple(named)
 
 
 def plan_key(
@@ -163,7 +180,11 @@ class Copier:
                 self.failures.append(plan.failure)
             for info in plan.pending:
                 try:
-                    if info.size_bytes <= SMALL_BYTES:
+                    if content_type(info.metadata) == CONTENT_TYPE_TREE:
+                        yield from self._put_group(group)
+                        group, group_bytes = [], 0
+                        yield self._copy_tree(info, plan.target_key)
+                    elif info.size_bytes <= SMALL_BYTES:
                         group.append((info, plan.target_key, _read(self._source, info)))
                         group_bytes += info.size_bytes
                     else:
@@ -195,6 +216,30 @@ class Copier:
                     raise file.failure from err
                 raise
         return _check_copy(info, result)
+
+    def _copy_tree(self, info: VersionInfo, key: str) -> CopiedVersion:
+        """Copy a tree; into a folder with the borders of its files, which backups have, too."""
+        from nearkin.store import Item, Store
+        from nearkin.trees.tree_copy import TreeCopy
+
+        created, metadata = original(info)
+        metadata, digest = dict(metadata), source_digest(info)
+        metadata.pop(TREE_DIGEST_METADATA, None)
+        if isinstance(self._target, Store):
+            tree = TreeCopy(
+                self._source.tree(info.key, info.version),
+                lambda start, stop: self._source.get(info.key, info.version, start=start, stop=stop).pieces(),
+                self._progress,
+            )
+            if tree.digest != digest:
+                metadata[TREE_DIGEST_METADATA] = digest
+            (result,) = self._target.put_many([Item(key, tree, metadata, created=created)])
+            return CopiedVersion(info, result.info)
+        metadata[TREE_DIGEST_METADATA] = digest
+        metadata[CREATED_METADATA] = created.isoformat(timespec="microseconds")
+        with self._source.get(info.key, info.version) as file:
+            result = self._target.put(key, file, metadata=metadata, progress=self._progress)
+        return CopiedVersion(info, result.info)
 
     def _put_many(self, puts: Iterable[tuple[VersionInfo, str, bytes | VersionFile]]) -> Iterator[PutResult]:
         from nearkin.store import Item, Store

@@ -1,4 +1,4 @@
-"""A backup that is killed leaves checkpoints: the next run reads little of what was stored, and sees no half version."""
+"""A killed backup leaves checkpoints: the next run reads little of what was stored, and no half version is shown."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 from tenacity import Retrying
@@ -35,6 +36,12 @@ from nearkin_shared.errors import NearkinError, StoreUnavailable
 from nearkin_shared.preconditions import precondition_of
 from nearkin_shared.results import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
 from nearkin_shared.validation import Progress, Source
+
+if TYPE_CHECKING:
+    from nearkin.trees.backup import BackupCounts
+    from nearkin.trees.store_backup import BackupOptions, BackupResult
+    from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
+    from nearkin_shared.reading.tree_reader import TreeReader
 
 PUTS_IN_FLIGHT_MAX = 64
 """Blobs of one `put_many` that are durable and not yet committed."""
@@ -111,6 +118,58 @@ class RemoteStore:
         """
         found = self.info(key, version)
         return RemoteBlob(self, found, start, requests.check_range(found, start, stop))
+
+    # --- trees -------------------------------------------------------------------------------------------------------
+
+    def backup(
+        self,
+        key: str,
+        paths: Sequence[str | Path],
+        *,
+        options: BackupOptions | None = None,
+        counts: BackupCounts | None = None,
+    ) -> BackupResult:
+        """Store folders and files as one version of `key`, a tree; see `Store.backup`.
+
+        Every file is read and sent. Raises BadInput, and what `put` raises.
+        """
+        from nearkin.trees.backup import BackupCounts
+        from nearkin.trees.remote_trees import back_up_remote
+        from nearkin.trees.store_backup import BackupOptions
+
+        return back_up_remote(self, key, paths, options or BackupOptions(), counts or BackupCounts())
+
+    def tree(self, key: str, version: int | None = None) -> TreeReader:
+        """Return a reader of a tree's entries, which reads ranges of the version.
+
+        Raises NotFound, Corrupt (damaged, or no tree), AccessDenied, StoreUnavailable.
+        """
+        from nearkin.trees.remote_trees import open_remote_tree
+
+        return open_remote_tree(self, key, version)
+
+    def restore(
+        self,
+        key: str,
+        target: str | Path,
+        *,
+        version: int | None = None,
+        path: bytes = b"",
+        options: RestoreOptions | None = None,
+        counts: RestoreCounts | None = None,
+    ) -> RestoreCounts:
+        """Restore a tree, or `path` in it, into the folder `target`; see `Store.restore`.
+
+        Raises as `Store.restore` does, and AccessDenied.
+        """
+        from nearkin.trees.remote_trees import restore_remote
+        from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
+
+        return restore_remote(
+            self, key, Path(target), version, path, options or RestoreOptions(), counts or RestoreCounts()
+        )
+
+    # --- versions ----------------------------------------------------------------------------------------------------
 
     def info(self, key: str, version: int | None = None) -> VersionInfo:
         """Return what is known of a version, the newest by default. Raises NotFound."""
@@ -307,6 +366,8 @@ class RemoteBlob(VersionFile):
             try:
                 while piece and not download.is_complete:
                     ready = download.take(piece)
+                    if download.is_complete:  # before the last bytes: a reader may never ask for more than these
+                        response.close()
                     if ready:
                         yield memoryview(ready)
                     piece = b"" if download.is_complete else next(pieces, b"")

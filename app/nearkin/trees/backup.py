@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nearkin.trees.attributes import KINDS, data_extents, descriptor_path, read_xattrs
 from nearkin.trees.parent_tree import FoundEntry, ParentEntries, ParentTree, ReusedContent
+from nearkin.trees.tree_sinks import StoreSink, TreeSink
 from nearkin.trees.tree_writer import TreeWriter
 from nearkin.trees.walker import ListedFolder, TreeWalker
 from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEntry, sort_key
@@ -121,7 +122,11 @@ class TreeBackup:
 
         Raises BadInput if the root cannot be listed, TreeUnchanged if no version is wanted, and errors of the store.
         """
-        tree = self._tree = TreeWriter(writer, blob, self._root, socket.gethostname())
+        return self.write(StoreSink(writer, blob))
+
+    def write(self, sink: TreeSink) -> bytes:
+        """Write the tree to a sink; return its digest. Raises as `feed` does."""
+        tree = self._tree = TreeWriter(sink, self._root, socket.gethostname())
         parents = self._parents()
         self._previous_entries = parents[-1].reader.summary.entries if parents else -1
         self._found = ParentEntries(parents)

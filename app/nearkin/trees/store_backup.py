@@ -102,9 +102,7 @@ def back_up(
         one_file_system=options.one_file_system,
         left_out=folder_identities(store.folders),
     )
-    metadata = {CONTENT_TYPE: CONTENT_TYPE_TREE, **options.metadata}
-    if options.tags:
-        metadata[TAGS] = ",".join(sorted(set(options.tags)))
+    metadata = metadata_of(options)
     backup = TreeBackup(
         walker,
         chosen.root,
@@ -121,6 +119,14 @@ def back_up(
     with suppress(NotFound):
         store.delete(checkpoint_key)
     return BackupResult(result, counts)
+
+
+def metadata_of(options: BackupOptions) -> dict[str, str]:
+    """Return the metadata of a tree's version."""
+    metadata = {CONTENT_TYPE: CONTENT_TYPE_TREE, **options.metadata}
+    if options.tags:
+        metadata[TAGS] = ",".join(sorted(set(options.tags)))
+    return metadata
 
 
 def _parent(store: TreeStore, key: str) -> ParentTree | None:

@@ -15,20 +15,19 @@ import os
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from blake3 import blake3
 
 from nearkin.trees.attributes import descriptor_path, read_xattrs
 from nearkin_shared.errors import BadInput, Corrupt, NoRoom, StoreUnavailable
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryFlag, EntryKind, TreeEntry
-from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
 SKIP_BYTES_MAX = 4 << 20
@@ -95,7 +94,7 @@ class TreeRestore:
     def __init__(
         self,
         reader: TreeReader,
-        open_range: Callable[[int, int], VersionReader],
+        open_range: Callable[[int, int], Iterable[memoryview]],
         target: Path,
         options: RestoreOptions,
         counts: RestoreCounts,
@@ -443,10 +442,18 @@ class TreeRestore:
             self.counts.problems.append(RestoreProblem(path, reason))
 
 
+@runtime_checkable
+class ClosableIterator(Protocol):
+    """An iterator that a caller who stops early closes."""
+
+    def close(self) -> None:
+        """End the reading."""
+
+
 class ContentStream:
     """Reads ascending ranges of contents as one stream where they are close together."""
 
-    def __init__(self, open_range: Callable[[int, int], VersionReader], stop: int) -> None:
+    def __init__(self, open_range: Callable[[int, int], Iterable[memoryview]], stop: int) -> None:
         """`stop`: end of all contents."""
         self._open_range = open_range
         self._stop = stop
@@ -458,8 +465,7 @@ class ContentStream:
         """Yield the bytes [start, stop). Raises Corrupt, StoreUnavailable."""
         if self._pieces is None or not self._position <= start <= self._position + len(self._piece) + SKIP_BYTES_MAX:
             self.close()
-            blob = self._open_range(start, self._stop)
-            self._pieces, self._position = blob.pieces(), start
+            self._pieces, self._position = iter(self._open_range(start, self._stop)), start
         while start < stop:
             if self._position + len(self._piece) <= start:
                 self._position += len(self._piece)
@@ -476,9 +482,8 @@ class ContentStream:
     def close(self) -> None:
         """End the stream."""
         pieces, self._pieces, self._piece = self._pieces, None, memoryview(b"")
-        if pieces is not None:
-            with closing(pieces):  # type: ignore[type-var]
-                pass
+        if isinstance(pieces, ClosableIterator):
+            pieces.close()
 
 
 def _remove(name: bytes, folder: int) -> None:

@@ -22,8 +22,7 @@ from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryFlag, Ent
 from nearkin_shared.formats.tree_layout import GroupInfo, TreeSummary, encode_end, group_digest, tree_digest
 
 if TYPE_CHECKING:
-    from nearkin.embedded.blob_transfer import BlobTransfer
-    from nearkin.embedded.runner import EmbeddedWriter
+    from nearkin.trees.tree_sinks import TreeSink
     from nearkin_shared.types import U32, Locations
 
 CHUNK_BYTES_MIN = 2048
@@ -35,16 +34,43 @@ GROUP_ROWS_MASK = 255
 """A group ends after an entry with these bits of its name's CRC-32 zero: an added file moves no later border."""
 
 
+class FileBorders:
+    """Ends chunks and segments at the borders of files."""
+
+    def __init__(self, sink: TreeSink) -> None:
+        """Begin at the start of a chunk."""
+        self._sink = sink
+        self._since_border = 0
+
+    def begin(self, size: int) -> None:
+        """End a chunk before a file of `size` bytes, unless it and the files before it are tiny."""
+        if size >= SEGMENT_FILE_BYTES_MIN:
+            self._sink.end_chunk(ends_segment=True)
+            self._since_border = 0
+        elif self._since_border and size >= CHUNK_BYTES_MIN:
+            self._sink.end_chunk()
+            self._since_border = 0
+
+    def end(self, size: int) -> None:
+        """End a chunk after a file of which `size` bytes were written, unless it is tiny."""
+        self._since_border += size
+        if size >= SEGMENT_FILE_BYTES_MIN:
+            self._sink.end_chunk(ends_segment=True)
+            self._since_border = 0
+        elif self._since_border >= CHUNK_BYTES_MIN:
+            self._sink.end_chunk()
+            self._since_border = 0
+
+
 class TreeWriter:
     """Writes one tree."""
 
-    def __init__(self, writer: EmbeddedWriter, blob: BlobTransfer, root: bytes, host: str) -> None:
-        self._writer = writer
-        self._blob = blob
+    def __init__(self, sink: TreeSink, root: bytes, host: str) -> None:
+        self._sink = sink
         self._rows: list[TreeEntry] = []
         self._groups: list[GroupInfo] = []
         self._blocks: list[bytes] = []
-        self._since_border = 0
+        self._borders = FileBorders(sink)
         self._summary = TreeSummary(root=root, host=host)
         self._counts = {"entries": 0, "files": 0, "folders": 0, "size_bytes": 0, "unread": 0}
         self._users: dict[int, str] = {}
@@ -53,7 +79,7 @@ class TreeWriter:
     @property
     def content_bytes(self) -> int:
         """Bytes of contents so far."""
-        return self._blob.size_bytes
+        return self._sink.size_bytes
 
     @property
     def entries(self) -> int:
@@ -87,13 +113,13 @@ class TreeWriter:
     def read_content(self, descriptor: int, extents: tuple[tuple[int, int], ...]) -> tuple[int, bytes, OSError | None]:
         """Write extents of a file; return (bytes written, digest, error that ended it early)."""
         total = sum(length for _, length in extents)
-        self._border(total)
+        self._borders.begin(total)
         hasher, written, failure = blake3(), 0, None
-        writer, blob = self._writer, self._blob
+        sink = self._sink
         for position, length in extents:
             left = length
             while left:
-                window = writer.window()[:left]
+                window = sink.window()[:left]
                 try:
                     count = os.preadv(descriptor, [window], position + length - left)
                 except OSError as err:
@@ -102,24 +128,24 @@ class TreeWriter:
                 if not count:
                     break
                 hasher.update(window[:count])
-                writer.advance(blob, count)
+                sink.advance(count)
                 left -= count
                 written += count
             if left:
                 break  # cut short, or an error: the next extent would have a wrong offset
-        self._end_content(written)
+        self._borders.end(written)
         return written, hasher.digest(length=DIGEST_BYTES) if written else b"", failure
 
     def write_content(self, data: bytes) -> None:
         """Write bytes of contents that are read from an earlier version."""
-        self._border(len(data))
-        self._writer.write(self._blob, data)
-        self._end_content(len(data))
+        self._borders.begin(len(data))
+        self._sink.write(data)
+        self._borders.end(len(data))
 
     def splice(self, segments: Locations, lengths: U32) -> None:
         """Take over stored segments."""
-        self._writer.splice(self._blob, segments, lengths)
-        self._since_border = 0
+        self._sink.splice(segments, lengths)
+        self._borders = FileBorders(self._sink)
 
     def checkpoint(self, key: str, metadata: dict[str, str]) -> None:
         """Commit what there is so far as a version of `key`; the tree goes on."""
@@ -128,19 +154,19 @@ class TreeWriter:
         if not self._groups:
             return
         end = encode_end(self._state(), self._groups)
-        self._writer.checkpoint(self._blob, key, metadata, b"".join(self._plain_blocks()) + end, tree_digest(end))
-        self._since_border = 0
+        self._sink.checkpoint(key, metadata, b"".join(self._plain_blocks()) + end, tree_digest(end))
+        self._borders = FileBorders(self._sink)
 
     def finish(self) -> bytes:
         """Write groups, index and footer; return the digest of the tree."""
         if self._rows:
             self._end_group()
-        self._writer.end_chunk(ends_segment=True)
+        self._sink.end_chunk(ends_segment=True)
         for block in self._plain_blocks():
-            self._writer.write(self._blob, block)
-            self._writer.end_chunk()
+            self._sink.write(block)
+            self._sink.end_chunk()
         end = encode_end(self._state(), self._groups)
-        self._writer.write(self._blob, end)
+        self._sink.write(end)
         return tree_digest(end)
 
     def _state(self) -> TreeSummary:
@@ -150,24 +176,6 @@ class TreeWriter:
 
     def _plain_blocks(self) -> Iterator[bytes]:
         return map(decompress, self._blocks)
-
-    def _border(self, size: int) -> None:
-        """End a chunk before a file, unless both it and what precedes it are tiny."""
-        if size >= SEGMENT_FILE_BYTES_MIN:
-            self._writer.end_chunk(ends_segment=True)
-            self._since_border = 0
-        elif self._since_border and size >= CHUNK_BYTES_MIN:
-            self._writer.end_chunk()
-            self._since_border = 0
-
-    def _end_content(self, size: int) -> None:
-        self._since_border += size
-        if size >= SEGMENT_FILE_BYTES_MIN:
-            self._writer.end_chunk(ends_segment=True)
-            self._since_border = 0
-        elif self._since_border >= CHUNK_BYTES_MIN:
-            self._writer.end_chunk()
-            self._since_border = 0
 
     def _end_group(self) -> None:
         rows, self._rows = self._rows, []

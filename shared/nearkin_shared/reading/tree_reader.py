@@ -51,13 +51,15 @@ class PlacedEntry(NamedTuple):
 class TreeReader:
     """An open tree. Not to be shared between threads."""
 
-    def __init__(self, read_range: ReadRange, index: GroupIndex, size_bytes: int, label: str) -> None:
+    def __init__(self, read_range: ReadRange, index: GroupIndex, size_bytes: int, label: str, digest: bytes) -> None:
         self._read_range = read_range
         self._index = index
         self._label = label
         self._decoded: tuple[int, list[PlacedEntry]] = (-1, [])
         self.size_bytes = size_bytes
         """Of the blob."""
+        self.digest = digest
+        """Of the tree, whatever the digest of its version is."""
 
     @classmethod
     def open(cls, read_range: ReadRange, size_bytes: int, label: str, digest: bytes | None = None) -> TreeReader:
@@ -77,7 +79,8 @@ class TreeReader:
         end = end[len(end) - end_bytes :]
         if digest is not None and tree_digest(end) != digest:
             raise Corrupt(f"{label}: the digest of its index differs from its manifest; run `nearkin verify`")
-        return cls(read_range, decode_index(end[:-FOOTER_BYTES], footer, label), size_bytes, label)
+        index = decode_index(end[:-FOOTER_BYTES], footer, label)
+        return cls(read_range, index, size_bytes, label, tree_digest(end))
 
     @property
     def summary(self) -> TreeSummary:
@@ -88,6 +91,10 @@ class TreeReader:
     def content_bytes(self) -> int:
         """Bytes of all contents, which are the start of the blob."""
         return self._index.content_starts[-1]
+
+    def group_bounds(self) -> list[int]:
+        """Return where each group starts in the blob, and where the last one ends."""
+        return self._index.block_starts
 
     def entries(self, first: tuple[bytes, bytes] | None = None) -> Iterator[PlacedEntry]:
         """Yield all entries in order.

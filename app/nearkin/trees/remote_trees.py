@@ -1,0 +1,138 @@
+"""Back up folders through a server, and read trees from it.
+
+    backup thread -> pipe -> upload
+
+Every file is read and sent: the server deduplicates what it receives. A tree that is stored through a server has the
+BLAKE3 of all its bytes as digest; a reader verifies groups and files by the digests in the tree.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+from nearkin.trees.backup import BackupCounts, ComparisonOptions, TreeBackup
+from nearkin.trees.exclusions import Exclusions
+from nearkin.trees.store_backup import BackupOptions, BackupResult, metadata_of
+from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions, TreeRestore
+from nearkin.trees.tree_sinks import StreamSink
+from nearkin.trees.walker import TreeWalker, tree_paths
+from nearkin_shared.errors import BadInput, Corrupt, NearkinError, SourceFailed
+from nearkin_shared.reading.tree_reader import TreeReader
+from nearkin_shared.validation import check_user_key
+
+if TYPE_CHECKING:
+    from nearkin.client.sync import RemoteStore
+
+
+class TreeStream:
+    """The bytes of a tree, written by a thread of its own while they are read."""
+
+    def __init__(self, backup: TreeBackup) -> None:
+        reading, writing = os.pipe()
+        self._file = os.fdopen(reading, "rb", buffering=0)
+        self._writing = os.fdopen(writing, "wb", buffering=0)
+        self._backup = backup
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, name="nearkin-tree", daemon=True)
+        self._thread.start()
+
+    def read(self, count: int) -> bytes:
+        """Return the next bytes; nothing at the end. Raises the error that ended the backup."""
+        data = self._file.read(count)
+        if not data:
+            self._thread.join()
+            if isinstance(self._failure, NearkinError):
+                raise self._failure
+            if self._failure is not None:
+                raise SourceFailed(f"tree: reading it failed: {self._failure}") from self._failure
+        return data
+
+    def close(self) -> None:
+        """End the thread and the pipe."""
+        self._file.close()  # the thread's next write fails
+        self._thread.join()
+
+    def _write(self) -> None:
+        try:
+            with self._writing:
+                sink = StreamSink(cast("BinaryIO", self._writing))
+                self._backup.write(sink)
+                sink.flush()
+        except BrokenPipeError:
+            pass  # the reader gave up
+        except BaseException as err:
+            self._failure = err
+
+
+def back_up_remote(
+    store: RemoteStore, key: str, paths: Sequence[str | Path], options: BackupOptions, counts: BackupCounts
+) -> BackupResult:
+    """Store folders and files as one version of `key` on a server.
+
+    Raises BadInput (also for options that a server does not offer), and what `RemoteStore.put` raises.
+    """
+    check_user_key(key)
+    if options.skip_if_unchanged:
+        raise BadInput("skip_if_unchanged: a server does not compare trees; leave it out, or open the store itself")
+    chosen = tree_paths(paths)
+
+    def report_problem(path: bytes, reason: str) -> None:
+        backup.report_problem(path, reason)
+
+    def report_skip(path: bytes, reason: str) -> None:
+        backup.report_skip(path, reason)
+
+    walker = TreeWalker(
+        chosen,
+        Exclusions(options.exclusions),
+        report_problem,
+        report_skip,
+        one_file_system=options.one_file_system,
+    )
+    backup = TreeBackup(walker, chosen.root, list, ComparisonOptions(force_rescan=True), counts)
+    stream = TreeStream(backup)
+    try:
+        result = store.put(key, cast("BinaryIO", stream), metadata=metadata_of(options))
+    finally:
+        stream.close()
+    return BackupResult(result, counts)
+
+
+def open_remote_tree(store: RemoteStore, key: str, version: int | None = None) -> TreeReader:
+    """Return a reader of a tree on a server.
+
+    Raises NotFound, Corrupt (damaged, or no tree), StoreUnavailable.
+    """
+    info = store.info(key, version)
+
+    def read_range(start: int, stop: int) -> bytes:
+        return store.get(key, info.version, start=start, stop=stop).read()
+
+    label = f"{key!r} version {info.version}"
+    digest = bytes.fromhex(info.digest.removeprefix("blake3:"))
+    try:
+        return TreeReader.open(read_range, info.size_bytes, label, digest)
+    except Corrupt:  # stored through a server: the digest is that of all bytes
+        return TreeReader.open(read_range, info.size_bytes, label)
+
+
+def restore_remote(
+    store: RemoteStore,
+    key: str,
+    target: Path,
+    version: int | None,
+    path: bytes,
+    options: RestoreOptions,
+    counts: RestoreCounts,
+) -> RestoreCounts:
+    """Restore a tree from a server. Raises as `Store.restore` does."""
+    reader = open_remote_tree(store, key, version)
+    number = store.info(key, version).version
+    restore = TreeRestore(
+        reader, lambda start, stop: store.get(key, number, start=start, stop=stop).pieces(), target, options, counts
+    )
+    return restore.run(path)

@@ -1,0 +1,121 @@
+"""Receive the bytes of a tree: a put into an open store, or a stream to a server.
+
+Invariant: a sink passes on the bytes in the order in which they are written; borders and splices change no byte.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+from nearkin_shared.errors import BadInput
+
+if TYPE_CHECKING:
+    from nearkin.embedded.blob_transfer import BlobTransfer
+    from nearkin.embedded.runner import EmbeddedWriter
+    from nearkin_shared.types import U32, Locations
+
+STREAM_BUFFER_BYTES = 1 << 20
+
+
+class TreeSink(Protocol):
+    """Receiver of a tree's bytes."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes so far, spliced ones included."""
+
+    def window(self) -> memoryview:
+        """Return where the next bytes may be written; never empty."""
+
+    def advance(self, count: int) -> None:
+        """Take `count` bytes that were written to the window."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+
+    def end_chunk(self, *, ends_segment: bool = False) -> None:
+        """End a chunk, with `ends_segment` a segment as well."""
+
+    def splice(self, segments: Locations, lengths: U32) -> None:
+        """Append stored segments of these lengths."""
+
+    def checkpoint(self, key: str, metadata: dict[str, str], end: bytes, digest: bytes) -> None:
+        """Commit the bytes so far, followed by `end`, as a version of `key`."""
+
+
+class StoreSink:
+    """Writes a tree into a put of an open store."""
+
+    def __init__(self, writer: EmbeddedWriter, blob: BlobTransfer) -> None:
+        self._blob = blob
+        self._writer = writer
+        self.window = writer.window
+        self.end_chunk = writer.end_chunk
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes so far, spliced ones included."""
+        return self._blob.size_bytes
+
+    def advance(self, count: int) -> None:
+        """Take `count` bytes that were written to the window."""
+        self._writer.advance(self._blob, count)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        self._writer.write(self._blob, data)
+
+    def splice(self, segments: Locations, lengths: U32) -> None:
+        """Append stored segments of these lengths."""
+        self._writer.splice(self._blob, segments, lengths)
+
+    def checkpoint(self, key: str, metadata: dict[str, str], end: bytes, digest: bytes) -> None:
+        """Commit the bytes so far, followed by `end`, as a version of `key`."""
+        self._writer.checkpoint(self._blob, key, metadata, end, digest)
+
+
+class StreamSink:
+    """Writes a tree to a file, such as a pipe to an upload. `close` writes what is buffered."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._buffer = memoryview(bytearray(STREAM_BUFFER_BYTES))
+        self._used = 0
+        self.size_bytes = 0
+
+    def window(self) -> memoryview:
+        """Return where the next bytes may be written; never empty."""
+        if self._used == len(self._buffer):
+            self.flush()
+        return self._buffer[self._used :]
+
+    def advance(self, count: int) -> None:
+        """Take `count` bytes that were written to the window."""
+        self._used += count
+        self.size_bytes += count
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        position = 0
+        while position < len(data):
+            window = self.window()
+            count = min(len(window), len(data) - position)
+            window[:count] = data[position : position + count]
+            self.advance(count)
+            position += count
+
+    def end_chunk(self, *, ends_segment: bool = False) -> None:
+        """Do nothing: the server chooses the borders of chunks."""
+
+    def splice(self, segments: Locations, lengths: U32) -> None:
+        """Refuse: a server takes no segments of earlier versions. Raises BadInput."""
+        raise BadInput("segments of an earlier version cannot be taken over through a server")
+
+    def checkpoint(self, key: str, metadata: dict[str, str], end: bytes, digest: bytes) -> None:
+        """Refuse: a server takes no checkpoints. Raises BadInput."""
+        raise BadInput("a checkpoint cannot be stored through a server")
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._file.write(self._buffer[: self._used])
+        self._used = 0

@@ -1,0 +1,72 @@
+"""Trees through a gateway, and copies of trees between stores."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nearkin
+from nearkin.client.sync import RemoteStore
+from nearkin.store import open_store
+from nearkin.store_copy import Copier, plan_key
+from nearkin.trees.store_backup import BackupOptions
+from nearkin_shared.errors import BadInput, SourceFailed
+from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RemoteStore]:
+    with ScriptedGateway(tmp_path / "served") as gateway, nearkin.connect(gateway.url, TOKEN) as opened:
+        yield opened
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    for number in range(50):
+        path = folder / f"{number % 7}" / f"{number}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(20_000))
+    os.link(folder / "0" / "0", folder / "link")
+    return folder
+
+
+def test_tree_is_stored_and_restored_through_a_server(server: RemoteStore, source: Path, tmp_path: Path) -> None:
+    result = server.backup("home", [source], options=BackupOptions(tags=["daily"]))
+    assert result.put is not None
+    assert result.put.info.metadata["tags"] == "daily"
+    assert [placed.entry.name for placed in server.tree("home").children(b"0")][:2] == [b"0", b"14"]
+    counts = server.restore("home", tmp_path / "target")
+    assert counts.is_complete
+    part = server.restore("home", tmp_path / "part", path=b"3")
+    assert part.files == 7
+    subprocess.run(["diff", "-r", source, tmp_path / "target"], check=True)
+    subprocess.run(["diff", "-r", source / "3", tmp_path / "part"], check=True)
+
+
+def test_backup_through_a_server_refuses_local_options(server: RemoteStore, source: Path) -> None:
+    with pytest.raises(BadInput, match="skip_if_unchanged"):
+        server.backup("home", [source], options=BackupOptions(skip_if_unchanged=True))
+    with pytest.raises((BadInput, SourceFailed), match="no/such"):
+        server.backup("home", ["/no/such/path"])
+    assert server.versions() == []
+
+
+def test_copied_tree_keeps_its_digest_between_stores(server: RemoteStore, source: Path, tmp_path: Path) -> None:
+    """Folder to server to folder: each copy restores, and a second run copies nothing."""
+    with open_store(tmp_path / "a", create=True) as first, open_store(tmp_path / "b", create=True) as last:
+        first.backup("home", [source])
+        for origin, target in ((first, server), (server, last), (first, last)):
+            plan = plan_key("home", "home", origin.versions(all_versions=True), target.versions(all_versions=True), {})
+            copied = list(Copier(origin, target).run([plan]))
+            assert len(copied) == (0 if origin is first and target is last else 1)
+            again = plan_key("home", "home", origin.versions(all_versions=True), target.versions(all_versions=True), {})
+            assert again.pending == ()
+        assert last.info("home").digest == first.info("home").digest
+        assert last.restore("home", tmp_path / "target").is_complete
+        assert last.verify().damage == ()
+    subprocess.run(["diff", "-r", source, tmp_path / "target"], check=True)
