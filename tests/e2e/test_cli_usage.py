@@ -17,6 +17,7 @@ from tests.support.checks.commands import InProcess, assert_refused, command, en
 
 COMMANDS = (
     "backup",
+    "restore",
     "put",
     "get",
     "ls",
@@ -102,6 +103,7 @@ def test_no_command_shows_help_as_wrong_usage() -> None:
         (["put", "key", "."], "is a folder"),
         (["put", "-r", "no/such/folder"], "`nearkin backup KEY FOLDER`"),
         (["backup", "home"], "no path is given"),
+        (["restore", "home", "-o", "d", "--delete", "-i", "x"], "--delete: not with --include"),
         (["backup", "home", ".", "--exclude-larger-than", "1 parsec"], "--exclude-larger-than '1 parsec'"),
         (["backup", "home", ".", "--exclude-file", "no/such/file"], "no/such/file"),
         (["backup", "home", "--files-from", "no/such/list"], "no/such/list"),

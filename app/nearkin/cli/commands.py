@@ -39,6 +39,7 @@ _ELSEWHERE = {
     "keys": "keys",
     "rebuild-index": "maintenance_commands",
     "repair": "maintenance_commands",
+    "restore": "restore_command",
     "serve": "serve",
     "token": "serve",
     "verify": "maintenance_commands",
@@ -87,7 +88,7 @@ def nearkin() -> None:
     The same with a gateway, whose token is read from NEARKIN_TOKEN alone:
     nearkin --server https://nearkin.example put db/dump monday.rdb
 
-    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 incomplete (backup or copy could not read some), 4 not found,
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 incomplete (an entry was not read or not restored), 4 not found,
     5 damaged, 6 no room, 7 precondition failed, 10 no store, 11 locked, 12 wrong or missing key-encryption key,
     129 hung up, 130 interrupted, 141 stdout closed, 143 terminated.
     """

@@ -160,6 +160,9 @@ class _ParentStatuses:
 
 
 def count_in_background(plan: BackupPlan, add: Callable[[int], None], stop: Event) -> None:
-    """Count bytes as `BackupPlan.count_bytes`; an error, which the backup reports, ends the count."""
+    """Count bytes as `BackupPlan.count_bytes`; an error ends the count.
+
+    The backup itself reports it.
+    """
     with suppress(Exception):
         plan.count_bytes(add, stop)

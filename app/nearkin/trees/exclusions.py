@@ -48,7 +48,7 @@ class Exclusions:
             lines.extend(_read_patterns(path))
         if len(lines) > PATTERNS_MAX:
             raise BadInput(f"{len(lines):,} patterns: want at most {PATTERNS_MAX:,}")
-        self._spec = _compile(lines) if lines else None
+        self._patterns = PathPatterns(lines) if lines else None
         self._options = options
 
     def excludes(self, path: bytes, status: os.stat_result) -> bool:
@@ -56,10 +56,7 @@ class Exclusions:
         bound = self._options.larger_than_bytes
         if bound is not None and stat.S_ISREG(status.st_mode) and status.st_size > bound:
             return True
-        if self._spec is None:
-            return False
-        name = os.fsdecode(path)
-        return bool(self._spec.match_file(f"{name}/" if stat.S_ISDIR(status.st_mode) else name))
+        return self._patterns is not None and self._patterns.matches(path, is_folder=stat.S_ISDIR(status.st_mode))
 
     def kept_names(self, folder: int, names: Sequence[str]) -> Sequence[str]:
         """Return the names that the rules for whole folders keep; `folder` is its descriptor."""
@@ -71,13 +68,22 @@ class Exclusions:
         return names
 
 
-def _compile(lines: Iterable[str]):  # type: ignore[no-untyped-def]  # the library is imported only if patterns are given
-    from pathspec import GitIgnoreSpec
+class PathPatterns:
+    """Patterns of .gitignore files, for paths of a tree."""
 
-    try:
-        return GitIgnoreSpec.from_lines(lines)
-    except ValueError as err:
-        raise BadInput(f"exclude pattern: {err}") from err
+    def __init__(self, lines: Iterable[str]) -> None:
+        """Compile the patterns. Raises BadInput for one that does not parse."""
+        from pathspec import GitIgnoreSpec  # takes 20 ms, and most commands have no patterns
+
+        try:
+            self._spec = GitIgnoreSpec.from_lines(lines)
+        except ValueError as err:
+            raise BadInput(f"pattern: {err}") from err
+
+    def matches(self, path: bytes, *, is_folder: bool) -> bool:
+        """Return whether a pattern matches the path or a folder that contains it."""
+        name = os.fsdecode(path)
+        return bool(self._spec.match_file(f"{name}/" if is_folder else name))
 
 
 def _read_patterns(path: Path) -> list[str]:

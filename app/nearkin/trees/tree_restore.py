@@ -63,6 +63,8 @@ class RestoreProblem(NamedTuple):
 
     path: bytes
     reason: str
+    is_attribute: bool = False
+    """Whether the entry is restored, without one of its attributes; `RestoreCounts.unset` counts these."""
 
 
 @dataclass(slots=True)
@@ -218,6 +220,7 @@ class TreeRestore:
                 _remove(name, descriptor)
                 self.counts.deleted += 1
             except OSError as err:
+                self.counts.failed += 1
                 self._note(name, f"cannot be deleted: {_reason(err)}")
 
     def _finish_folder(self, entry: TreeEntry) -> None:
@@ -383,7 +386,7 @@ class TreeRestore:
                 os.mknod(entry.name, 0o600 | _DEVICE_TYPES[EntryKind(entry.kind)], entry.size, dir_fd=folder)
             except PermissionError:
                 self.counts.unset["device"] += 1
-                self._note(entry.path, "is a device, which only root can make")
+                self._note(entry.path, "is a device, which only root can make", is_attribute=True)
                 return
         self._set_named_attributes(entry, folder)
         self.counts.others += 1
@@ -431,15 +434,15 @@ class TreeRestore:
             call()
         except (OSError, OverflowError) as err:
             self.counts.unset[what] += 1
-            self._note(entry.path, f"{what} cannot be set: {_reason(err)}")
+            self._note(entry.path, f"{what} cannot be set: {_reason(err)}", is_attribute=True)
 
     def _fail(self, entry: TreeEntry, err: OSError) -> None:
         self.counts.failed += 1
         self._note(entry.path, _reason(err))
 
-    def _note(self, path: bytes, reason: str) -> None:
+    def _note(self, path: bytes, reason: str, *, is_attribute: bool = False) -> None:
         if len(self.counts.problems) < PROBLEMS_MAX:
-            self.counts.problems.append(RestoreProblem(path, reason))
+            self.counts.problems.append(RestoreProblem(path, reason, is_attribute))
 
 
 @runtime_checkable

@@ -1,0 +1,230 @@
+"""`nearkin restore`: restore a tree, or a part of it, into a folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from nearkin.cli.session import AsWritten, Session, complete_folder, current_session, shared_options
+from nearkin_shared.errors import BadInput
+
+if TYPE_CHECKING:
+    from nearkin.cli.tree_location import ResolvedLocation
+    from nearkin.trees.restore_plan import PlannedRestore
+    from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
+    from nearkin_shared.formats.tree_entry_group import TreeEntry
+    from nearkin_shared.reading.tree_reader import TreeReader
+
+POLICIES = ("always", "if-changed", "never")
+"""Values of nearkin.trees.tree_restore.Overwrite, which is imported once the command runs."""
+
+
+@click.command(cls=AsWritten, options_metavar="[OPTIONS]")
+@click.argument("location", metavar="KEY[@VERSION][:/PATH]")
+@click.option(
+    "-o",
+    "--output",
+    "-t",
+    "--target",
+    metavar="DIR",
+    required=True,
+    type=click.Path(path_type=Path),
+    shell_complete=complete_folder,
+    help="Restore into this folder; it is made if it does not exist.",
+)
+@click.option("--overwrite", type=click.Choice(POLICIES), default="always", help="Policy for files that exist.")
+@click.option("--delete", is_flag=True, help="Delete what restored folders contain and the tree does not.")
+@click.option("-i", "--include", metavar="PATTERN", multiple=True, help="Restore only what matches; repeatable.")
+@click.option("-e", "--exclude", metavar="PATTERN", multiple=True, help="Leave out what matches; repeatable.")
+@click.option("-n", "--dry-run", is_flag=True, help="Report what would be written and deleted; change nothing.")
+@shared_options
+def restore(
+    location: str,
+    output: Path,
+    overwrite: str,
+    delete: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    dry_run: bool,
+) -> int:
+    """Restore a tree, a folder of it or a file into the folder DIR.
+
+    VERSION is a number, or a time: the version that was the newest then. PATH counts from the root of the tree, which
+    `nearkin ls KEY:/` lists. The content of a folder is restored into DIR itself. Each file is compared with its
+    digest before it gets its name.
+
+    nearkin restore home -o /tmp/home
+    nearkin restore home@3:/kim/mail -o ./mail
+    nearkin restore home@2026-11-20T18:00Z:/kim/notes.txt -o .   # DIR/notes.txt
+    nearkin restore home@36h -o /home --overwrite if-changed     # writes only files whose size or mtime differ
+    nearkin restore home -o /home --delete --dry-run             # what would be written and deleted
+    nearkin restore home -o /tmp/some --include '*.tex' --include '/kim/mail/'
+
+    --overwrite always replaces existing files, if-changed keeps those of the same size and mtime, never keeps all.
+    Patterns are those of .gitignore files, relative to the root of the tree.
+
+    Owners, modes, times, extended attributes, ACLs, devices and holes are restored. Attributes that this user or file
+    system cannot set are counted by kind on stderr, and the exit code is 3; so it is if an entry cannot be written.
+    Nothing is written through a symlink out of DIR.
+    """
+    from nearkin.cli.tree_location import open_tree, open_tree_store, resolve_location
+    from nearkin.trees.tree_restore import Overwrite, RestoreOptions
+
+    session = current_session()
+    if delete and (include or exclude):
+        raise BadInput("--delete: not with --include or --exclude, which would delete what they leave out")
+    accepts = _compile(include, exclude) if include or exclude else None
+    options = RestoreOptions(Overwrite(overwrite), delete, accepts)
+    with open_tree_store(session, "restore", "tree" if dry_run else "restore") as store:
+        found = resolve_location(store, location)
+        tree = open_tree(store, found)
+        if dry_run:
+            return _plan(session, found, tree, output, options)
+        started = time.perf_counter()
+        with _progress(tree, found.path or b"", options, shown=not session.as_json) as counts:
+            store.restore(
+                found.key, output, version=found.version, path=found.path or b"", options=options, counts=counts
+            )
+    return _report(session, found, output, counts, time.perf_counter() - started)
+
+
+def _compile(include: Sequence[str], exclude: Sequence[str]) -> Callable[[TreeEntry], bool]:
+    """Return whether an entry matches the patterns. Raises BadInput."""
+    from nearkin.trees.exclusions import PathPatterns
+
+    included = PathPatterns(include) if include else None
+    excluded = PathPatterns(exclude) if exclude else None
+
+    def accepts(entry: TreeEntry) -> bool:
+        is_folder = entry.kind == 1
+        if excluded is not None and excluded.matches(entry.path, is_folder=is_folder):
+            return False
+        return included is None or included.matches(entry.path, is_folder=is_folder)
+
+    return accepts
+
+
+@contextmanager
+def _progress(tree: TreeReader, path: bytes, options: RestoreOptions, *, shown: bool) -> Iterator[RestoreCounts]:
+    """Draw a progress bar; its total is the content of the selected entries."""
+    from nearkin.cli.progress import EntriesDone, entries_bar, is_drawn
+    from nearkin.trees.restore_plan import selected_bytes
+    from nearkin.trees.tree_restore import RestoreCounts
+
+    counts = RestoreCounts()
+    total = selected_bytes(tree, path, options) if is_drawn(shown=shown) else None
+    with entries_bar(
+        "restore",
+        lambda: EntriesDone(counts.files + counts.kept_files, counts.written_bytes, counts.failed, total),
+        shown=shown,
+    ):
+        yield counts
+
+
+def _plan(session: Session, found: ResolvedLocation, tree: TreeReader, target: Path, options: RestoreOptions) -> int:
+    from nearkin.cli.exit_codes import ExitCode
+    from nearkin.cli.output import print_json, print_line
+    from nearkin.trees.restore_plan import PlannedRestore, plan_restore
+
+    counts = plan_restore(tree, found.path or b"", target, options, PlannedRestore())
+    if session.as_json:
+        print_json({"dry_run": True, **_location_json(found, target), **_planned_json(counts)})
+    else:
+        for line in _plan_lines(counts):
+            print_line(line)
+    return ExitCode.DONE
+
+
+def _planned_json(counts: PlannedRestore) -> dict[str, object]:
+    return {
+        "files": counts.files,
+        "folders": counts.folders,
+        "others": counts.others,
+        "replaced": counts.replaced,
+        "kept_files": counts.kept_files,
+        "deleted": counts.deleted,
+        "written_bytes": counts.bytes,
+    }
+
+
+def _plan_lines(counts: PlannedRestore) -> Iterator[str]:
+    from nearkin_shared.savings_table import human_bytes, plural
+
+    others = f", {plural(counts.others, 'other')}" if counts.others else ""
+    yield (
+        f"would restore {plural(counts.files, 'file')}, {plural(counts.folders, 'folder')}{others}, "
+        f"{human_bytes(counts.bytes)}"
+    )
+    if counts.replaced or counts.kept_files:
+        yield f"of those that exist {counts.replaced:,} would be replaced; {counts.kept_files:,} more would be kept"
+    if counts.deleted:
+        yield f"{plural(counts.deleted, 'other entry', 'other entries')} of the target would be deleted"
+
+
+def _location_json(found: ResolvedLocation, target: Path) -> dict[str, object]:
+    import os
+
+    path = "/" if not found.path else f"/{os.fsdecode(found.path)}"
+    return {"key": found.key, "version": found.version, "path": path, "target": str(target)}
+
+
+def _report(session: Session, found: ResolvedLocation, target: Path, counts: RestoreCounts, seconds: float) -> int:
+    """Print the result of a restore; return the exit code."""
+    from nearkin.cli.exit_codes import ExitCode
+    from nearkin.cli.output import print_json, report, warn
+    from nearkin.cli.tree_output import path_lines, problems_json
+    from nearkin_shared.savings_table import human_bytes, plural
+    from nearkin_shared.utils.terminal import printable
+
+    code = ExitCode.DONE if counts.is_complete else ExitCode.INCOMPLETE
+    failures = [problem for problem in counts.problems if not problem.is_attribute]
+    if session.as_json:
+        print_json(
+            {
+                "dry_run": False,
+                **_location_json(found, target),
+                "files": counts.files,
+                "folders": counts.folders,
+                "others": counts.others,
+                "kept_files": counts.kept_files,
+                "deleted": counts.deleted,
+                "written_bytes": counts.written_bytes,
+                "failed": counts.failed,
+                "unset": dict(sorted(counts.unset.items())),
+                "problems": problems_json(failures),
+                "seconds": seconds,
+            }
+        )
+        return code
+    for line in path_lines("", failures, max(counts.failed, len(failures))):
+        warn(line)
+    for line in _unset_lines(counts):
+        warn(line)
+    others = f", {plural(counts.others, 'other')}" if counts.others else ""
+    kept = f", {counts.kept_files:,} kept" if counts.kept_files else ""
+    deleted = f", {counts.deleted:,} deleted" if counts.deleted else ""
+    report(
+        f"restored {printable(found.label)} to {printable(str(target))}: {plural(counts.files, 'file')}, "
+        f"{plural(counts.folders, 'folder')}{others}, {human_bytes(counts.written_bytes)} in {seconds:.2f} s"
+        f"{kept}{deleted}"
+    )
+    return code
+
+
+def _unset_lines(counts: RestoreCounts) -> Iterator[str]:
+    """Yield a line for each kind of attribute that could not be set, with one example."""
+    from nearkin.cli.tree_output import show_path
+    from nearkin_shared.savings_table import plural
+    from nearkin_shared.utils.terminal import printable
+
+    for name, count in sorted(counts.unset.items()):
+        what = "not made" if name == "device" else "not set"
+        start = "is a device" if name == "device" else f"{name} cannot be set"
+        first = next((one for one in counts.problems if one.is_attribute and one.reason.startswith(start)), None)
+        example = "" if first is None else f", the first /{show_path(first.path)}: {first.reason}"
+        yield f"{printable(name)} {what} on {plural(count, 'entry', 'entries')}{example}"

@@ -1,0 +1,182 @@
+"""`nearkin restore`: versions, paths, policies, patterns, reports and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin_shared.errors import Corrupt
+from tests.support.checks.commands import InProcess, assert_refused, command, environment
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store with two versions of the tree `home`, and the blob `blob`."""
+    folder = tmp_path_factory.mktemp("trees")
+    home = folder / "home"
+    (home / "etc" / "empty").mkdir(parents=True)
+    (home / "a.txt").write_bytes(b"first")
+    (home / "etc" / "fstab").write_bytes(b"f" * 3000)
+    (home / "etc" / "link").symlink_to("fstab")
+    for path in (home / "a.txt", home / "etc" / "fstab"):
+        os.utime(path, ns=(10**18, 10**18))
+    with open_store(folder / "store", create=True) as opened:
+        opened.backup("home", [home])
+        (home / "a.txt").write_bytes(b"second version")
+        opened.backup("home", [home])
+        opened.put("blob", b"blob")
+    return folder / "store"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_restore_writes_the_newest_version(store: Path, tmp_path: Path, call: InProcess) -> None:
+    target = tmp_path / "target"
+    done = call("--store", store, "restore", "home", "-o", target)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert re.fullmatch(
+        rf"restored home@2 to {target}: 2 files, 2 folders, 1 other, 3,014 B in \d\.\d\d s\n", done.stdout.decode()
+    )
+    assert names(target) == ["a.txt", "etc", "etc/empty", "etc/fstab", "etc/link"]
+    assert (target / "a.txt").read_bytes() == b"second version"
+    assert (target / "etc" / "fstab").stat().st_mtime_ns == 10**18
+
+
+@pytest.mark.parametrize(
+    ("location", "expected"),
+    [
+        ("home@1", ["a.txt", "etc", "etc/empty", "etc/fstab", "etc/link"]),
+        ("home@1:/a.txt", ["a.txt"]),
+        ("home:/etc", ["empty", "fstab", "link"]),
+        ("home@1s:/etc/fstab", None),
+    ],
+)
+def test_restore_of_a_part(
+    store: Path, tmp_path: Path, call: InProcess, location: str, expected: list[str] | None
+) -> None:
+    if expected is None:  # the version of a second ago, or none yet
+        assert call("--store", store, "restore", location, "-o", tmp_path / "t").returncode in (0, 4)
+        return
+    found = call.answer("--store", store, "restore", location, "-o", tmp_path / "t")
+    assert names(tmp_path / "t") == expected
+    assert (found["key"], found["failed"], found["unset"], found["problems"]) == ("home", 0, {}, [])
+    assert found["path"] == "/" + location.partition(":/")[2]
+
+
+def test_restore_patterns_select_entries(store: Path, tmp_path: Path, call: InProcess) -> None:
+    call("--store", store, "restore", "home", "-t", tmp_path / "some", "-i", "/etc/", "-e", "link")
+    assert names(tmp_path / "some") == ["etc", "etc/empty", "etc/fstab"]
+    assert_refused(call("--store", store, "restore", "home", "-o", tmp_path, "-i", "!"), 2, "pattern: ")
+
+
+@pytest.mark.parametrize(
+    ("policy", "content", "kept"),
+    [("always", b"second version", 0), ("if-changed", b"second version", 1), ("never", b"local", 2)],
+)
+def test_restore_overwrite_policy(
+    store: Path, tmp_path: Path, call: InProcess, policy: str, content: bytes, kept: int
+) -> None:
+    """A dry run predicts what the restore does."""
+    (tmp_path / "a.txt").write_bytes(b"local")
+    (tmp_path / "etc" / "empty").mkdir(parents=True)
+    (tmp_path / "etc" / "empty" / "other").touch()
+    (tmp_path / "etc" / "fstab").write_bytes(b"F" * 3000)
+    os.utime(tmp_path / "etc" / "fstab", ns=(10**18, 10**18))
+    words = ("--store", store, "restore", "home", "-o", tmp_path, "--overwrite", policy, "--delete")
+    planned = call.answer(*words, "--dry-run")
+    assert (tmp_path / "a.txt").read_bytes() == b"local"
+    assert (tmp_path / "etc" / "empty" / "other").exists()
+    done = call.answer(*words)
+    assert (tmp_path / "a.txt").read_bytes() == content
+    assert not (tmp_path / "etc" / "empty" / "other").exists()
+    assert (planned["dry_run"], done["dry_run"], done["kept_files"], done["deleted"]) == (True, False, kept, 1)
+    for name in ("files", "folders", "others", "kept_files", "deleted", "written_bytes"):
+        assert planned[name] == done[name], name
+    text = call(*words, "-n").stdout.decode().splitlines()
+    assert text[0].startswith("would restore ")
+    assert text[1].startswith("of those that exist ")
+
+
+def test_restore_of_unknown_locations_is_refused(store: Path, tmp_path: Path, call: InProcess) -> None:
+    for location, code, text in (
+        ("hom:/etc", 4, "key 'hom:/etc': the store has none, nor 'hom'"),
+        ("home:/nothing", 4, "has no entry 'nothing'"),
+        ("home@7", 4, "version 7"),
+        ("home:/../x", 2, "has .."),
+        ("blob", 2, "is a blob of `nearkin put`, not a tree; `nearkin get` writes it"),
+    ):
+        assert_refused(call("--store", store, "restore", location, "-o", tmp_path / "t"), code, text)
+    assert not (tmp_path / "t").exists()
+    (tmp_path / "file").touch()
+    assert_refused(call("--store", store, "restore", "home", "-o", tmp_path / "file"), 2, "name a new or existing")
+
+
+def test_restore_counts_attributes_that_cannot_be_set(tmp_path: Path) -> None:
+    """As another user: one line for each kind of attribute, exit code 3."""
+    if os.geteuid() or shutil.which("setpriv") is None:
+        pytest.skip("needs root and setpriv to store files of another user")
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("a", "b"):
+        (home / name).touch()
+        os.chown(home / name, 12345, 12345)
+    with open_store(tmp_path / "store", create=True) as opened:
+        opened.backup("home", [home])
+    words = ["setpriv", "--bounding-set=-chown", "--inh-caps=-chown", sys.executable, "-m", "nearkin.cli"]
+    words += ["--store", str(tmp_path / "store"), "restore", "home", "-o"]
+    done, as_json = (
+        subprocess.run([*words, str(tmp_path / f"to{more}"), more], env=environment(), capture_output=True, check=False)
+        for more in ("-q", "--json")
+    )
+    assert (done.returncode, done.stdout, as_json.returncode) == (3, b"", 3)
+    assert done.stderr == (
+        b"nearkin: owner not set on 2 entries, the first /a: owner cannot be set: operation not permitted\n"
+    )
+    answer = json.loads(as_json.stdout)
+    assert (answer["unset"], answer["failed"], answer["problems"]) == ({"owner": 2}, 0, [])
+
+
+def test_restore_reports_entries_that_cannot_be_written(store: Path, tmp_path: Path, call: InProcess) -> None:
+    (tmp_path / "a.txt" / "sub").mkdir(parents=True)
+    done = call("--store", store, "restore", "home", "-o", tmp_path)
+    assert done.returncode == 3
+    assert done.stderr == b"nearkin: a.txt: a folder has this name; use --delete to replace it\n"
+    assert (tmp_path / "etc" / "fstab").exists()
+
+
+def test_restore_of_a_damaged_store_is_refused(store: Path, tmp_path: Path, call: InProcess) -> None:
+    from tests.support.checks.commands import damage
+
+    copy = Path(shutil.copytree(store, tmp_path / "copy"))
+    damage(copy)
+    done = call("--store", copy, "restore", "home", "-o", tmp_path / "t")
+    assert done.returncode == 5, done.stderr
+    with open_store(copy, read_only=True) as opened, pytest.raises(Corrupt):
+        opened.restore("home", tmp_path / "t")
+
+
+def test_restore_draws_a_bar_on_a_terminal(store: Path, tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    arguments = command("--store", store, "restore", "home", "-o", tmp_path / "t")
+    with subprocess.Popen(arguments, stderr=terminal, stdout=subprocess.DEVNULL, env=environment()) as child:
+        os.close(terminal)
+        drawn = b""
+        try:
+            while piece := os.read(controller, 4096):
+                drawn += piece
+        except OSError:  # Linux reports the closed terminal as EIO
+            pass
+        assert child.wait(60) == 0
+    os.close(controller)
+    assert b"restore: 2 files" in drawn
