@@ -25,15 +25,15 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="work in this folder and leave it there")
     chosen = parser.parse_args()
     if chosen.keep is not None:
-        report = Chaos(chosen.keep, chosen.seed, chosen.blobs, chosen.kills, say).run()
+        report = Chaos(chosen.keep, chosen.seed, chosen.blobs, chosen.kills, print_line).run()
     else:
         with tempfile.TemporaryDirectory(prefix="nearkin-chaos-") as folder:
-            report = Chaos(Path(folder), chosen.seed, chosen.blobs, chosen.kills, say).run()
+            report = Chaos(Path(folder), chosen.seed, chosen.blobs, chosen.kills, print_line).run()
     print(json.dumps(asdict(report), indent=1))
     sys.exit(1 if report.problems else 0)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 

@@ -74,11 +74,11 @@ def life(chosen: Settings, contents: Sequence[bytes | Path]) -> tuple[float, flo
 
 def main() -> None:
     """Measure, and print a line for each."""
-    asked = argparse.ArgumentParser()
-    asked.add_argument("--rounds", type=int, default=3)
-    asked.add_argument("--megabytes", type=int, default=96)
-    asked.add_argument("files", nargs="*", type=Path)
-    given = asked.parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--megabytes", type=int, default=96)
+    parser.add_argument("files", nargs="*", type=Path)
+    given = parser.parse_args()
     pages()
     kinds: dict[str, list[bytes | Path]] = {"random": [random_bytes(given.megabytes * MB, 1)]}
     if given.files:

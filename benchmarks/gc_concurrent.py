@@ -27,11 +27,11 @@ from tests.support.data.stores import settings
 
 KEPT = 10
 PUT_BYTES = 100_000
-ROUNDS_MAX = 8
+GC_RUNS_MAX = 8
 CHOSEN = settings(
     Settings(), {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0, "bytes_per_second": "1GiB"}}
 )
-ROUNDS = """
+GC_RUNS = """
 import json, sys, time
 sys.path[:0] = [sys.argv[2]]
 from benchmarks.gc_concurrent import CHOSEN, ROUNDS_MAX
@@ -69,9 +69,9 @@ def make(root: Path, megabytes: int, versions: int) -> None:
             store.delete("k", number)
 
 
-def rounds_of(root: Path, *, puts: bool) -> dict[str, object]:
+def do_gc_runs(root: Path, *, puts: bool) -> dict[str, object]:
     """Do GC runs in a child process; return their figures, and how long puts of this process waited."""
-    words = [sys.executable, "-c", ROUNDS, str(root), str(Path(__file__).parent)]
+    words = [sys.executable, "-c", GC_RUNS, str(root), str(Path(__file__).parent)]
     waits, refused, number, held = [], 0, 0, b""
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -89,12 +89,12 @@ def rounds_of(root: Path, *, puts: bool) -> dict[str, object]:
             waits.append(time.perf_counter() - began)
             number += 1
             time.sleep(0.02)
-        said = [json.loads(line) for line in child.stdout.read().splitlines()]
+        figures = [json.loads(line) for line in child.stdout.read().splitlines()]
     if child.returncode:
         raise SystemExit(f"the child process of the GC runs exited with status {child.returncode}")
     waits.sort()
     return {
-        "rounds": said,
+        "rounds": figures,
         "puts": len(waits),
         "refused": refused,
         "put_seconds_median": round(waits[len(waits) // 2], 3) if waits else None,
@@ -117,7 +117,7 @@ def main() -> None:
         for puts in (False, True):
             copy = Path(made) / ("beside" if puts else "alone")
             shutil.copytree(first, copy)
-            print(json.dumps({copy.name: rounds_of(copy, puts=puts)}, indent=1), flush=True)
+            print(json.dumps({copy.name: do_gc_runs(copy, puts=puts)}, indent=1), flush=True)
             shutil.rmtree(copy)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.gc_days import counted, stretches
+from benchmarks.gc_days import count_updates, stretches
 from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes, records_like, text_like
 from nearkin_shared.config.loader import with_changes
@@ -55,8 +55,8 @@ class Day:
 
 def system_bytes() -> tuple[int, int]:
     """Return what this process has read and written by system calls."""
-    said = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(said["rchar"]), int(said["wchar"])
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counters["rchar"]), int(counters["wchar"])
 
 
 def run(mode: str, scale: int, days: int) -> list[Day]:
@@ -71,7 +71,7 @@ def run(mode: str, scale: int, days: int) -> list[Day]:
     }
     with (
         tempfile.TemporaryDirectory() as folder,
-        counted() as told,
+        count_updates() as told,
         open_store(folder, settings=chosen, clock=lambda: now[0], create=True) as store,
     ):
         for day in range(days):

@@ -64,7 +64,7 @@ Edit = Callable[[bytes, random.Random, float], bytes]
 
 
 @dataclass(slots=True)
-class Counted:
+class LedgerCounts:
     """Figures that the GC runs report of their ledger."""
 
     touched: int = 0
@@ -72,9 +72,9 @@ class Counted:
 
 
 @contextmanager
-def counted() -> Iterator[Counted]:
+def count_updates() -> Iterator[LedgerCounts]:
     """Collect the figures of every ledger update."""
-    found, real = Counted(), ReferenceCounts.update
+    found, real = LedgerCounts(), ReferenceCounts.update
 
     def update(ledger: ReferenceCounts, *rest: Any) -> Any:
         candidates = real(ledger, *rest)
@@ -98,11 +98,11 @@ def counted() -> Iterator[Counted]:
 
 def run(compact_below: float, edit: Edit, given: argparse.Namespace, mode: str = MARK_SWEEP) -> str:
     """Return one row of the table."""
-    with counted() as told:
-        return _run(compact_below, edit, given, mode, told)
+    with count_updates() as counts:
+        return _run(compact_below, edit, given, mode, counts)
 
 
-def _run(compact_below: float, edit: Edit, given: argparse.Namespace, mode: str, told: Counted) -> str:
+def _run(compact_below: float, edit: Edit, given: argparse.Namespace, mode: str, counts: LedgerCounts) -> str:
     days, keep, scale = given.days, given.keep, given.scale
     now, draw = [1_764_000_000.0], random.Random(1)
     changes: dict[str, dict[str, object]] = {
@@ -142,7 +142,7 @@ def _run(compact_below: float, edit: Edit, given: argparse.Namespace, mode: str,
                 began = time.process_time()
                 rewritten += store.gc().containers_rewritten
                 cpu_seconds += time.process_time() - began
-            marked, touched = told.marked, told.touched
+            marked, touched = counts.marked, counts.touched
             if store.verify().damage or any(store.get(*name).read() != content for name, content in live.items()):
                 raise SystemExit("a version is damaged")
             held = store.gc(dry_run=True).held

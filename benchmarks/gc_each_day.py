@@ -77,8 +77,8 @@ def parts_of(store: Store) -> dict[str, int]:
     """Return the bytes of a store by kind; a chunk's share of its block is an estimate."""
     objects, manifests = store._containers.of(None), store._manifests
     roots = find_roots(manifests, 0)
-    reach = LiveSet(objects, manifests, [version.manifest for version in roots.kept])
-    needed, record = reach.transitive_closure(reach.chunks), store._condemned.read()
+    live_set = LiveSet(objects, manifests, [version.manifest for version in roots.kept])
+    needed, record = live_set.transitive_closure(live_set.chunks), store._condemned.read()
     found, total = dict.fromkeys(PARTS, 0), 0
     none = np.zeros(0, np.bool_)
     for container, size_bytes in objects.ids():
@@ -86,15 +86,15 @@ def parts_of(store: Store) -> dict[str, int]:
         chunks, blocks = directory.chunks, directory.blocks
         ratio = (blocks.stored + float(container_layout.BLOCK.size)) / np.maximum(blocks.raw, 1)
         shares = chunks.encoded * ratio[chunks.blocks]
-        living = mask_of(reach.chunks.get(container, none), len(chunks))
+        live_mask = mask_of(live_set.chunks.get(container, none), len(chunks))
         held = mask_of(needed.get(container, none), len(chunks))
-        condemned = np.zeros(len(chunks), np.bool_)
+        pending_mask = np.zeros(len(chunks), np.bool_)
         if container in record:
-            condemned[record[container].chunks] = True
-        found["living"] += int(shares[living].sum())
-        found["bases"] += int(shares[held & ~living].sum())
-        found["condemned"] += int(shares[condemned & ~held].sum())
-        found["beside"] += int(shares[~condemned & ~held].sum())
+            pending_mask[record[container].chunks] = True
+        found["living"] += int(shares[live_mask].sum())
+        found["bases"] += int(shares[held & ~live_mask].sum())
+        found["condemned"] += int(shares[pending_mask & ~held].sum())
+        found["beside"] += int(shares[~pending_mask & ~held].sum())
         total += size_bytes
     found["names"] = total - sum(found.values())
     found["rest"] = stored_bytes(store.root) - total

@@ -64,10 +64,10 @@ def measure(folder: Path, steps: list[int], lookups: int) -> list[dict[str, Any]
         names = names[random.permutation(len(names))[:lookups]]
         absent = random.integers(0, 256, names.shape, dtype=np.uint8)
         seconds = []
-        for asked, there in ((names, True), (absent, False)):
+        for keys, is_present in ((names, True), (absent, False)):
             began = time.process_time()
-            look_up(index.locate_chunks, asked, 500, there)
-            seconds.append((time.process_time() - began) / len(asked))
+            look_up(index.locate_chunks, keys, 500, is_present)
+            seconds.append((time.process_time() - began) / len(keys))
         stored_bytes = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
         rows.append(
             {

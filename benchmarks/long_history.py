@@ -94,14 +94,14 @@ def main() -> None:
             if number % chosen.every:
                 continue
             with open_store(root, settings=settings, create=True) as store:
-                a_round = timed(store.gc, decoded)
+                gc_run = timed(store.gc, decoded)
             oldest = max(1, number - chosen.keep + 1) if chosen.keep else 1
             reads = []
             for version in (oldest, number):
                 with open_store(root, settings=settings, read_only=True) as store:
                     path = corpus.paths[version - 1]
                     reads.append(timed(lambda s=store, v=version, p=path: read(s, v, p), decoded))  # type: ignore[misc]
-            print(f"{number:7} {put} {a_round} {stored_bytes(root) / 1e6:12.2f} {reads[0]} {reads[1]}", flush=True)
+            print(f"{number:7} {put} {gc_run} {stored_bytes(root) / 1e6:12.2f} {reads[0]} {reads[1]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -100,12 +100,14 @@ def timed(index: RedisIndex, what: str, batch: int, entries: int, work: Callable
     return Rate(what, batch, round(entries / wall), round(entries / client), round(entries / server))
 
 
-def look_up(find: Callable[[U8], tuple[Locations, Any]], rows: U8, batch: int, there: bool) -> None:
+def look_up(find: Callable[[U8], tuple[Locations, Any]], rows: U8, batch: int, is_present: bool) -> None:
     """Look rows up in batches; either all or none must be present."""
     for start in range(0, len(rows), batch):
         _, found = find(rows[start : start + batch])
-        if not (found.all() if there else not found.any()):
-            raise SystemExit(f"{np.count_nonzero(found)} of {len(found)} found, wanted {'all' if there else 'none'}")
+        if not (found.all() if is_present else not found.any()):
+            raise SystemExit(
+                f"{np.count_nonzero(found)} of {len(found)} found, wanted {'all' if is_present else 'none'}"
+            )
 
 
 def measure(chunks: int, lookups: int, url: str) -> dict[str, Any]:
@@ -142,9 +144,9 @@ def measure(chunks: int, lookups: int, url: str) -> dict[str, Any]:
         ("features present", rank, sketched[chosen], True),
     ]
     for batch in (500, 5000):
-        for what, find, asked, there in kinds:
-            work = partial(look_up, find, asked, batch, there)
-            rates.append(timed(index, what, batch, len(asked), work))
+        for what, find, keys, is_present in kinds:
+            work = partial(look_up, find, keys, batch, is_present)
+            rates.append(timed(index, what, batch, len(keys), work))
     version = index.server.one(("INFO", "server"))["redis_version"]
     index.close()
     return {

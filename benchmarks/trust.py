@@ -48,11 +48,11 @@ def scrub_pass(store: Store) -> None:
 
 def main() -> None:
     """Measure, and print a line for each."""
-    asked = argparse.ArgumentParser()
-    asked.add_argument("--megabytes", type=int, default=64)
-    asked.add_argument("--rounds", type=int, default=5)
-    asked.add_argument("--parity", default="rs-28-4")
-    chosen = asked.parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parity", default="rs-28-4")
+    chosen = parser.parse_args()
     plain = Settings()
     covered = with_changes(plain, {"storage": {"parity": chosen.parity}, "scrub": {"rate_bytes": "1TiB"}})
     size = chosen.megabytes * MB

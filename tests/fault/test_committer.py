@@ -68,8 +68,8 @@ class Log:
         )
         self.handler = CommitterHandler(self.settings, self.manifests, made, "w", EmptyBacklog(), None)
         self.handler.on_assigned(0, "")
-        told: Any = self.handler._outbox
-        self.told: RecordingOutbox = told
+        outbox: Any = self.handler._outbox
+        self.outbox: RecordingOutbox = outbox
 
     def placed(self, number: int, sequence: int, count: int = 1) -> None:
         """Add `count` segments of blob `number`."""
@@ -94,7 +94,7 @@ class Log:
         return self.states()
 
     def states(self) -> dict[str, str]:
-        return {event["key"]: event["state"] for event in self.told.events}
+        return {event["key"]: event["state"] for event in self.outbox.events}
 
     def committable(self) -> int:
         return next(offset for _, offset, _ in self.handler.committable())
@@ -184,8 +184,8 @@ def test_version_refused_by_the_index_is_reported_committed(
     log.end(1, 1)
     assert log.read() == {"k1": "committed"}
     assert log.manifests.versions("t", "k1") == [1]
-    assert log.told.events[-1]["version"] == 1
-    assert log.told.letters == []
+    assert log.outbox.events[-1]["version"] == 1
+    assert log.outbox.letters == []
     assert "the index refused it; listings lack it until the index is rebuilt" in caplog.text
     assert log.committable() == 2
 
@@ -200,7 +200,7 @@ def test_error_after_the_manifest_is_a_dead_letter(log: Log, monkeypatch: pytest
     log.placed(1, 0)
     log.end(1, 1)
     assert log.read() == {"k1": "committed"}
-    assert len(log.told.letters) == 1
+    assert len(log.outbox.letters) == 1
 
 
 def test_end_read_again_without_segments_is_committed(log: Log) -> None:
@@ -265,7 +265,7 @@ def test_blob_of_another_length_than_its_end_fails(log: Log, difference: int) ->
     log.end(1, 1, SEGMENT_BYTES + difference)
     assert log.read() == {"k1": "failed"}
     assert log.manifests.versions("t", "k1") == []
-    assert len(log.told.letters) == 1
+    assert len(log.outbox.letters) == 1
 
 
 def test_version_of_missing_segments_is_refused(log: Log) -> None:
@@ -281,8 +281,8 @@ def test_version_of_missing_segments_is_refused(log: Log) -> None:
 def test_late_version_of_pending_delete_is_taken_back(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.32: A version durable after half of the grace, whose segment is pending delete, is deleted again (I6)."""
     container, ordinal = int(log.stored.containers[0]), log.stored.ordinals[:1]
-    condemned = PendingDelete(time.time_ns() // 1000, np.zeros(0, np.uint32), ordinal)
-    PendingDeleteStore(log.objects).replace({container: condemned})
+    pending = PendingDelete(time.time_ns() // 1000, np.zeros(0, np.uint32), ordinal)
+    PendingDeleteStore(log.objects).replace({container: pending})
     hours, time_ns = int(20 * 3600e9), time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: time_ns() + hours)
     log.placed(1, 0)
@@ -316,11 +316,11 @@ def test_too_many_blobs_oldest_continue(log: Log, monkeypatch: pytest.MonkeyPatc
     log.read()
     assert Counter(log.states().values()) == {"committed": 3, "failed": 5}
     assert [log.states()[f"k{number}"] for number in range(3)] == ["committed"] * 3
-    failures = {event["failure"] for event in log.told.events if event["state"] == "failed"}
+    failures = {event["failure"] for event in log.outbox.events if event["state"] == "failed"}
     assert failures == {
         "more than 3 blobs are gathering: add partitions (kafka.partitions) or committers, then put it again"
     }
-    assert len(log.told.events) == 8
+    assert len(log.outbox.events) == 8
     assert log.committable() == len(log.records)
 
 

@@ -72,9 +72,9 @@ class Fleet:
     @staticmethod
     def put(handler: CommitterHandler, records: list[Record]) -> dict[str, object]:
         """Return the event of a committer about a blob."""
-        told: RecordingOutbox = handler._outbox  # type: ignore[assignment]
+        outbox: RecordingOutbox = handler._outbox  # type: ignore[assignment]
         handler.handle(records)
-        return told.events[-1]
+        return outbox.events[-1]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_concurrent_first_puts_commit_one(fleet: Fleet) -> None:
     assert sorted(map(str, states)) == ["committed", "failed", "failed", "failed"]
     assert ManifestStore(fleet.objects).versions("t", "k") == [1]
     letters: list[RecordingOutbox] = [handler._outbox for handler in handlers]  # type: ignore[misc]
-    assert not any(told.letters for told in letters)
+    assert not any(outbox.letters for outbox in letters)
 
 
 def test_refusal_is_reported_with_its_reason(fleet: Fleet) -> None:

@@ -33,13 +33,14 @@ SEGMENTS = SegmentTable(
 
 def chunk_table(lengths: list[int], blocks: list[int], encoded: list[int], bases: list[int | None]) -> ChunkTable:
     """Return chunks whose bases are chunks of their own container, at depth 1, or that have none."""
-    deep = np.array([base is not None for base in bases])
+    is_delta = np.array([base is not None for base in bases])
     own = Locations(
-        np.where(deep, np.uint64(samples.CONTAINER), np.uint64(0)), np.array([base or 0 for base in bases], np.uint32)
+        np.where(is_delta, np.uint64(samples.CONTAINER), np.uint64(0)),
+        np.array([base or 0 for base in bases], np.uint32),
     )
     columns = [np.array(column, np.uint32) for column in (lengths, blocks, encoded)]
     positions, ranks = np.zeros(len(lengths), np.uint32), np.zeros(len(lengths), np.uint8)  # the first is not written
-    names, depths = samples.names_of(lengths), deep.astype(np.uint8)
+    names, depths = samples.names_of(lengths), is_delta.astype(np.uint8)
     return ChunkTable(names, columns[0], columns[1], positions, columns[2], depths, own, ranks)
 
 
@@ -49,16 +50,16 @@ def put(root: Path, data: bytes, cache_bytes: int = 64 * MIB) -> ContainerStore:
     return store
 
 
-def asked_of(store: ContainerStore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def record_leases(store: ContainerStore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the list of all sizes that a reader allocates."""
-    asked, take = list[int](), store.buffers.take
+    leased, take = list[int](), store.buffers.take
 
-    def noted(size_bytes: int) -> U8:
-        asked.append(size_bytes)
+    def record(size_bytes: int) -> U8:
+        leased.append(size_bytes)
         return take(size_bytes)
 
-    monkeypatch.setattr(store.buffers, "take", noted)
-    return asked
+    monkeypatch.setattr(store.buffers, "take", record)
+    return leased
 
 
 def on_deltas(bases: list[U8], targets: list[tuple[int, U8]]) -> bytes:
@@ -96,10 +97,10 @@ def test_base_of_many_deltas_is_read_once(tmp_path: Path, monkeypatch: pytest.Mo
     base = samples.noise(SEGMENT_BYTES_MAX, "base")
     targets = [base[start : start + 64] for start in range(0, 500 * 64, 64)]
     store = put(tmp_path, on_deltas([base], [(0, target) for target in targets]))
-    asked, reader = asked_of(store, monkeypatch), ChunkReader(store)
+    leased, reader = record_leases(store, monkeypatch), ChunkReader(store)
     found = reader.fetch(reader.plan(rows_from(1, len(targets))))
     assert bytes(found) == b"".join(map(bytes, targets))
-    assert max(asked) == len(base), "not that for each delta"
+    assert max(leased) == len(base), "not that for each delta"
 
 
 @pytest.mark.parametrize("level_bytes_max", [1, 300 * KIB, 1 << 30])
@@ -110,13 +111,13 @@ def test_distinct_bases_are_read_within_the_bound(
     bases = [samples.noise(100 * KIB, f"base {number}") for number in range(9)]
     targets = [(number % 9, bases[number % 9][number * 50 :][:64]) for number in range(100)]
     store = put(tmp_path, on_deltas(bases, targets))
-    asked, reader = asked_of(store, monkeypatch), ChunkReader(store)
+    leased, reader = record_leases(store, monkeypatch), ChunkReader(store)
     monkeypatch.setattr(chunk_reader, "LEVEL_BYTES_MAX", level_bytes_max)
     found = reader.fetch(reader.plan(rows_from(0, 109)))
     assert bytes(found) == b"".join(map(bytes, [*bases, *(target for _, target in targets)]))
-    asked.clear()
+    leased.clear()
     assert bytes(reader.fetch(reader.plan(rows_from(9, 100)))) == b"".join(bytes(target) for _, target in targets)
-    assert max(asked) <= max(100 * KIB, min(level_bytes_max, 900 * KIB))
+    assert max(leased) <= max(100 * KIB, min(level_bytes_max, 900 * KIB))
 
 
 def test_deltas_read_repeatedly_stay_within_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,33 +163,35 @@ def test_block_that_differs_from_its_directory_is_corrupt(tmp_path: Path, held: 
                 read(reader.plan(rows_from(*rows)))
 
 
-def lattice(wide: int, deep: int, chunk_bytes: int) -> tuple[bytes, U8]:
+def lattice(width: int, is_delta: int, chunk_bytes: int) -> tuple[bytes, U8]:
     """Return a container of one-chunk patch blocks, `wide` per level, each based on the whole level below; and the top
     chunk.
     """
     content, packer = samples.noise(chunk_bytes, "content"), samples.compressor()
     options: dict[int, int] = {CompressionParameter.compression_level: 1, CompressionParameter.content_size_flag: 1}
-    prefix = np.tile(content, wide)
-    blocks = [encode_block(content, container_layout.RAW, 0, packer)] * wide
-    for depth in range(1, deep + 1):
-        blocks += [encode_patch(content, prefix, depth, packer, options)] * wide
+    prefix = np.tile(content, width)
+    blocks = [encode_block(content, container_layout.RAW, 0, packer)] * width
+    for depth in range(1, is_delta + 1):
+        blocks += [encode_patch(content, prefix, depth, packer, options)] * width
     count = len(blocks)
     own, none = np.uint64(samples.CONTAINER), np.zeros(count, np.uint32)
     numbers, lengths = np.arange(count, dtype=np.uint32), np.full(count, chunk_bytes, np.uint32)
-    below = np.maximum(numbers.astype(np.int64) // wide - 1, 0) * wide
+    below = np.maximum(numbers.astype(np.int64) // width - 1, 0) * width
     table = ChunkTable(
         samples.names_of([chunk_bytes] * count),
         lengths,
         numbers,
         none,
         lengths,
-        (numbers // wide).astype(np.uint8),
-        Locations(np.where(numbers < wide, np.uint64(0), own), below.astype(np.uint32)),
+        (numbers // width).astype(np.uint8),
+        Locations(np.where(numbers < width, np.uint64(0), own), below.astype(np.uint32)),
         none.astype(np.uint8),
     )
-    leaning = np.concatenate([first + np.arange(wide) for first in below[wide:]]).astype(np.uint32)
-    prefixes = PrefixTable(bounds_of(np.where(numbers < wide, 0, wide)), Locations(np.full(len(leaning), own), leaning))
-    parts = samples.CONTAINER, samples.DOMAIN, deep, samples.SKETCHES, blocks, table, SEGMENTS, prefixes
+    base_rows = np.concatenate([first + np.arange(width) for first in below[width:]]).astype(np.uint32)
+    prefixes = PrefixTable(
+        bounds_of(np.where(numbers < width, 0, width)), Locations(np.full(len(base_rows), own), base_rows)
+    )
+    parts = samples.CONTAINER, samples.DOMAIN, is_delta, samples.SKETCHES, blocks, table, SEGMENTS, prefixes
     return encode_container(*parts).data, content
 
 
@@ -254,11 +257,11 @@ def test_blocks_of_base_chains_are_not_held_together(tmp_path: Path, monkeypatch
     monkeypatch.setattr(decode_budget, "KEPT_BYTES_MAX", 0)
     held, keep = list[int](), store.cache_blocks
 
-    def noted(*kept: Any) -> None:
+    def record(*kept: Any) -> None:
         held.append(store.buffers.leased_bytes)
         keep(*kept)
 
-    monkeypatch.setattr(store, "cache_blocks", noted)
+    monkeypatch.setattr(store, "cache_blocks", record)
     reader = ChunkReader(store)
     reader._block_decoder._on_deltas.update((samples.CONTAINER, block) for block in range(12, 24))
     assert bytes(reader.fetch(reader.plan(rows_from(12, 12)))) == bytes(content) * 12

@@ -212,11 +212,11 @@ def test_oracle_requires_newest_version_deleted_last() -> None:
 
 def test_oracle_requires_newest_version_undeleted_first() -> None:
     """An undeletion in flight restores the newest version first."""
-    gone = (("k", 1), ("k", 2))
+    collected = (("k", 1), ("k", 2))
     for back in ({("k", 2)}, {("k", 1), ("k", 2)}, set()):
         oracle = oracle_with(BOTH, Delete("k", None))
         oracle.begin(Undelete("k", None))
-        oracle.settle(seen(back, set(gone) - back))
+        oracle.settle(seen(back, set(collected) - back))
         assert oracle.live == back
     oracle = oracle_with(BOTH, Delete("k", None))
     oracle.begin(Undelete("k", None))
@@ -249,6 +249,6 @@ def test_oracle_allows_undelete_within_the_window() -> None:
     oracle.now += 2 * DAY
     oracle.begin(Gc(0))
     oracle.settle(seen({("k", 2)}))
-    assert oracle.gone == {("k", 1)}
+    assert oracle.collected == {("k", 1)}
     assert oracle.next_version("k") == 3
     assert Undelete("k", 1).version == 1

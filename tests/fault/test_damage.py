@@ -323,10 +323,10 @@ def test_broken_or_lost_manifest_hides_no_other_version(root: Path, caplog: pyte
     flip(flipped, 50)
     lost.unlink()
     with open_store(root, settings=CHOSEN, create=True) as store:
-        told: list[Damage] = []
-        found = store.versions(all_versions=True, broken=told.append, read_manifests=True)
+        reported: list[Damage] = []
+        found = store.versions(all_versions=True, broken=reported.append, read_manifests=True)
         assert {(info.key, info.version) for info in found} == CONTENTS.keys() - {("history", 3), ("alone", 2)}
-        assert {d.object_name: d.versions for d in told} == {
+        assert {d.object_name: d.versions for d in reported} == {
             named(root, flipped): (("history", 3),),
             named(root, lost): (("alone", 2),),
         }

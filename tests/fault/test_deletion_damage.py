@@ -85,22 +85,22 @@ def test_deletion_killed_at_any_step_is_the_same_to_all(root: Path, what: str, s
             else:
                 with pytest.raises(NotFound):
                     store.get("k", version)
-        gone = [entry.version for entry in store.list_deleted()]
-        assert sorted(found + gone) == list(range(1, VERSIONS + 1))
+        deleted = [entry.version for entry in store.list_deleted()]
+        assert sorted(found + deleted) == list(range(1, VERSIONS + 1))
         # The newest is deleted last and restored first: no older version ever replaces it.
         if found:
             assert VERSIONS in found
             assert store.get("k").read() == content(VERSIONS)
             assert [info.version for info in store.versions("k")] == [VERSIONS]
         again = store.delete if what == "delete" else store.undelete
-        while (gone if what == "undelete" else found) != []:
+        while (deleted if what == "undelete" else found) != []:
             assert again("k") > 0
-            found, gone = listed(store), [entry.version for entry in store.list_deleted()]
+            found, deleted = listed(store), [entry.version for entry in store.list_deleted()]
         assert (what == "delete") == (found == [])
         assert store.put("k", b"next").info.version == VERSIONS + 1
         assert store.verify().damage == ()
         stats = store.stats()
-        assert stats.deleted_versions == len(gone)
+        assert stats.deleted_versions == len(deleted)
         assert sum(stats.parts.values()) == stats.ledger.stored_bytes
 
 

@@ -49,11 +49,11 @@ def heads(stored: dict[str, bytes]) -> set[bytes]:
 def test_encrypted_store_leaks_nothing_outside_the_index(sound: Path, tmp_path: Path) -> None:
     """No file of an encrypted store reveals content, names or metadata, except the index."""
     stored = objects(sound)
-    told = {WORD[:16], b"history", b"a-name", b"a-value", b"a-reason", b"default", CONTENTS["alone", 1][1000:1016]}
-    told |= heads(objects(make_store(tmp_path / "clear", CLEAR)))
+    secrets = {WORD[:16], b"history", b"a-name", b"a-value", b"a-reason", b"default", CONTENTS["alone", 1][1000:1016]}
+    secrets |= heads(objects(make_store(tmp_path / "clear", CLEAR)))
     for name, data in stored.items():
         if not name.startswith("keys/"):
-            assert not [some for some in told if some in data], name
+            assert not [some for some in secrets if some in data], name
             assert data[:4] == b"NKE1" or name == "nearkin.json"
     assert b"secret" not in stored["nearkin.json"]
     with open_store(sound, settings=CHOSEN, create=True) as store:
@@ -99,10 +99,10 @@ def test_encrypted_store_survives_its_whole_life(root: Path) -> None:
         now += 3600
         left = {named: content for named, content in CONTENTS.items() if named not in {("alone", 1), ("history", 2)}}
         for _ in range(4):
-            told = store.gc(dry_run=True)
+            secrets = store.gc(dry_run=True)
             before = {name: len(data) for name, data in objects(root).items()}
             report = store.gc()
-            assert (told.freed_bytes, told.versions) == (report.freed_bytes, report.versions)
+            assert (secrets.freed_bytes, secrets.versions) == (report.freed_bytes, report.versions)
             assert sum(map(len, objects(root).values())) <= sum(before.values()) + HEAD.size + STRIDE_BYTES
             now += 1
             assert find_broken(store, left) == set()
@@ -171,9 +171,9 @@ def test_version_with_damaged_tombstone_stays_deleted(root: Path) -> None:
     (mark,) = set(root.rglob("*.nkt")) - before
     flip(mark, mark.stat().st_size // 2, 1)
     with open_store(root, settings=CHOSEN, create=True) as store:
-        heard: list[object] = []
-        assert "gone" not in {info.key for info in store.versions(broken=heard.append)}
-        assert not heard
+        reported: list[object] = []
+        assert "gone" not in {info.key for info in store.versions(broken=reported.append)}
+        assert not reported
         with pytest.raises(NotFound):
             store.get("gone")
         assert [damage.object_name for damage in store.verify().damage] == [str(mark.relative_to(root))]

@@ -61,7 +61,7 @@ def test_store_with_lost_key_records_works_once_restored(root: Path, tmp_path: P
         assert find_broken(store, CONTENTS) == set()
 
 
-def keys_taken_away(root: Path, to: Path) -> Path:
+def remove_keys(root: Path, to: Path) -> Path:
     """Move the data keys of the tenant away; return their new folder."""
     (folder,) = [path for path in (root / "keys").iterdir() if set(path.name) != {"0"}]
     shutil.move(folder, to)
@@ -70,7 +70,7 @@ def keys_taken_away(root: Path, to: Path) -> Path:
 
 def test_put_of_tenant_with_lost_keys_makes_no_new_key(root: Path, tmp_path: Path) -> None:
     """A tenant whose keys are lost gets no new key, whose data no process could read."""
-    folder = keys_taken_away(root, tmp_path / "keys")
+    folder = remove_keys(root, tmp_path / "keys")
     with open_store(root, settings=CHOSEN, create=True) as store:
         before = objects(root)
         for content in (CONTENTS["alone", 1], random_bytes(50_000, 9)):
@@ -88,7 +88,7 @@ def test_put_of_tenant_with_lost_keys_makes_no_new_key(root: Path, tmp_path: Pat
 def test_keys_found_again_read_with_a_newer_key(root: Path, tmp_path: Path) -> None:
     """Keys that are found again read their data; a key made meanwhile reads its own."""
     contents = {**CONTENTS, ("anew", 1): random_bytes(50_000, 9)}
-    folder = keys_taken_away(root, tmp_path / "keys")
+    folder = remove_keys(root, tmp_path / "keys")
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.keyring.rotate("default")
         store.put("anew", contents["anew", 1])
@@ -140,7 +140,7 @@ def test_erased_tenant_is_named_and_others_are_untouched(root: Path) -> None:
         store.put("theirs", CONTENTS["alone", 1])
         before = objects(root)
         assert store.erase_tenant("default", 0) == 1
-        assert not [name for name in objects(root) if (said := name_of(name)) and said.owner.hex() not in "".join(
+        assert not [name for name in objects(root) if (record := name_of(name)) and record.owner.hex() not in "".join(
             key.owner for key in store.keyring.list_keys()
         )]  # fmt: skip
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -159,9 +159,9 @@ def test_erased_tenant_is_named_and_others_are_untouched(root: Path) -> None:
     with open_store(root, settings=OTHER, create=True) as store:
         assert store.get("theirs").read() == CONTENTS["alone", 1]
         assert store.verify().damage == ()
-        told = store.gc(dry_run=True)
+        outcome = store.gc(dry_run=True)
         report_of_gc = store.gc()
-        assert told.freed_bytes == report_of_gc.freed_bytes > 0
+        assert outcome.freed_bytes == report_of_gc.freed_bytes > 0
         assert store.verify().erased_objects == 0
         assert len(containers(root)) == len(manifests(root)) == 1
         assert store.get("theirs").read() == CONTENTS["alone", 1]

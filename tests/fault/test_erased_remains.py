@@ -143,9 +143,9 @@ def digests(root: Path) -> list[bytes]:
 
 def test_gc_rebuilds_the_index_after_an_erasure(root: Path) -> None:
     """F.26: Free pages of the index kept an erased tenant's digests: GC replaces the file, once, after the grace."""
-    wanted = digests(root)
+    expected = digests(root)
     inode, before = index_file(root)
-    assert any(digest in before for digest in wanted)
+    assert any(digest in before for digest in expected)
     with opened(root) as store:
         store.erase_tenant("acme", 3600)
         store.gc()
@@ -156,7 +156,7 @@ def test_gc_rebuilds_the_index_after_an_erasure(root: Path) -> None:
         assert {"key-copies", "backups"} <= {one.place for one in report.remaining}
     after_inode, after = index_file(root)
     assert after_inode != inode
-    assert not any(digest in after for digest in wanted)
+    assert not any(digest in after for digest in expected)
     with opened(root) as store:
         assert store.gc().finished_erasures == 1, "reported until it is recorded as swept, minutes after its removal"
         assert index_file(root)[0] == after_inode
@@ -209,7 +209,7 @@ def test_fleet_reports_an_erasure_after_runs_that_were_cut_short(root: Path, red
 @pytest.mark.parametrize("point", [*ERASURE_POINTS, "rebuild.complete", "rebuild.removed", "rebuild.renamed"])
 def test_erasure_cut_short_is_completed_by_the_next_gc(root: Path, point: str) -> None:
     """F.26: At whichever step the run that completes an erasure dies, the next run leaves nothing in the index."""
-    wanted = digests(root)
+    expected = digests(root)
     with opened(root) as store:
         store.erase_tenant("acme", 0)
         failpoints.arm(f"{point}:1:error")
@@ -220,7 +220,7 @@ def test_erasure_cut_short_is_completed_by_the_next_gc(root: Path, point: str) -
         store.gc()
         assert len(store.versions()) == 20
     _, after = index_file(root)
-    assert not any(digest in after for digest in wanted)
+    assert not any(digest in after for digest in expected)
 
 
 def test_part_of_another_tenant_is_refused(root: Path) -> None:

@@ -102,14 +102,14 @@ def test_keys_erase_of_retained_tenant_needs_a_flag(call: InProcess, root: Path)
     with opened(root, "acme") as store:
         store.retain("k", LATER, 1)
     assert_refused(call("keys", "erase", "acme", "--yes", env=environment), 1, "--despite-retention")
-    said = call("keys", "erase", "acme", "--yes", "--despite-retention").stdout.decode()
-    assert "out of the reach of the erasure:" in said
-    for place in ("key-copies", "backups", "index", "staged-uploads", "logs"):
-        assert f"\n  {place} " in said
+    output = call("keys", "erase", "acme", "--yes", "--despite-retention").stdout.decode()
+    assert "out of the reach of the erasure:" in output
+    for kind in ("key-copies", "backups", "index", "staged-uploads", "logs"):
+        assert f"\n  {kind} " in output
     done = call("keys", "erase", "other", "--yes", "--json")
-    told = {one["place"]: one for one in json.loads(done.stdout)["remaining"]}
-    assert set(told["backups"]) == {"place", "holds", "until", "remedy"}
-    assert datetime.fromisoformat(told["staged-uploads"]["until"]) > datetime.now(UTC) + timedelta(days=1)
+    copies = {one["place"]: one for one in json.loads(done.stdout)["remaining"]}
+    assert set(copies["backups"]) == {"place", "holds", "until", "remedy"}
+    assert datetime.fromisoformat(copies["staged-uploads"]["until"]) > datetime.now(UTC) + timedelta(days=1)
 
 
 def test_remaining_copies_of_services_have_times(tmp_path: Path) -> None:

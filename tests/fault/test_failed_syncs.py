@@ -23,11 +23,11 @@ def syncs_of(root: Path, action: Callable[[LocalObjectStore], None]) -> list[int
     with recording(root) as layer:
         fsync = layer.fsync
 
-        def noted(descriptor: int) -> None:
+        def record(descriptor: int) -> None:
             fsync(descriptor)
             numbers.append(layer.calls)
 
-        layer.fsync = noted  # type: ignore[method-assign]
+        layer.fsync = record  # type: ignore[method-assign]
         action(LocalObjectStore(root))
     return numbers
 

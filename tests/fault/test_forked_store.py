@@ -51,8 +51,8 @@ with nearkin.open_store(sys.argv[1], create=True) as again:
 """
 
 
-@pytest.mark.parametrize(("at", "there"), [("idle", ["later"]), ("putting", ["first", "second"])])
-def test_store_in_a_forked_child_leaves_lock_to_its_parent(tmp_path: Path, at: str, there: list[str]) -> None:
+@pytest.mark.parametrize(("at", "keys"), [("idle", ["later"]), ("putting", ["first", "second"])])
+def test_store_in_a_forked_child_leaves_lock_to_its_parent(tmp_path: Path, at: str, keys: list[str]) -> None:
     """A store in a forked child leaves lock, index and put to its parent."""
     run = [sys.executable, "-c", CHILD_TRIES, str(tmp_path / "store"), at]
     done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
@@ -60,4 +60,4 @@ def test_store_in_a_forked_child_leaves_lock_to_its_parent(tmp_path: Path, at: s
     locked, listed, *rest = done.stdout.splitlines()
     assert "is being written by process" in locked
     assert "'parent'" in listed
-    assert rest == ["b'of the child'", str(sorted(["again", "child", "parent", *there])), "0", "()"]
+    assert rest == ["b'of the child'", str(sorted(["again", "child", "parent", *keys])), "0", "()"]

@@ -126,8 +126,8 @@ def test_full_index_names_the_setting_to_raise(tmp_path: Path) -> None:
         with pytest.raises(StoreUnavailable, match=r"index\.map_bytes"):
             list(store.put_many(endless))
         assert store.get("earlier").read() == EARLIER
-    wide = settings(CHOSEN, {"chunker": SMALL_CHUNKS})
-    with open_store(tmp_path / "s", settings=wide, create=True) as store:
+    small_chunks = settings(CHOSEN, {"chunker": SMALL_CHUNKS})
+    with open_store(tmp_path / "s", settings=small_chunks, create=True) as store:
         store.put("large", content)
         assert store.get("large").read() == content
         assert store.get("earlier").read() == EARLIER

@@ -76,10 +76,10 @@ def contents() -> dict[tuple[str, int], bytes]:
     return found
 
 
-GONE = {("k", 1), ("k", 2), ("other", 1), ("other", 2), *(("chain", number) for number in range(1, 11))}
+DELETED = {("k", 1), ("k", 2), ("other", 1), ("other", 2), *(("chain", number) for number in range(1, 11))}
 
 
-def made(root: Path, *, rounds: int) -> float:
+def make_store(root: Path, *, rounds: int) -> float:
     """Make a store after `rounds` GC runs; return the time of the next."""
     now = START
     with open_store(root, settings=CHOSEN, clock=lambda: now, create=True) as store:
@@ -87,7 +87,7 @@ def made(root: Path, *, rounds: int) -> float:
         for (key, _), content in contents().items():
             if key == "chain":  # in a container each: bases of others die
                 store.put(key, content)
-        for key, number in sorted(GONE):
+        for key, number in sorted(DELETED):
             store.delete(key, number)
         now += 2 * DAY
         for _ in range(rounds):
@@ -124,7 +124,7 @@ def unnumbered(names: set[str]) -> list[str]:
 def check(store: Store) -> None:
     assert store.verify().damage == ()
     for (key, number), content in contents().items():
-        if (key, number) in GONE:
+        if (key, number) in DELETED:
             try:
                 store.get(key, number)
             except NotFound:
@@ -134,7 +134,7 @@ def check(store: Store) -> None:
 
 
 def killed(tmp_path: Path, rounds: int) -> int:
-    now = made(tmp_path / "whole", rounds=rounds)
+    now = make_store(tmp_path / "whole", rounds=rounds)
     left = set(ended_names(tmp_path / "whole", now))
     died = 0
     seed = random.SystemRandom().randrange(1 << 32)
@@ -143,9 +143,9 @@ def killed(tmp_path: Path, rounds: int) -> int:
     shutil.rmtree(tmp_path / "whole.0")
     for when in ("before", "after"):
         script = process(DIES, tmp_path / "whole", str(now), when, str(draw.randint(1, STRIDE)), str(STRIDE))
-        said, complained = script.communicate(timeout=120)
+        output, complained = script.communicate(timeout=120)
         assert script.returncode == 0, complained
-        outcomes = [line.split() for line in said.splitlines()]
+        outcomes = [line.split() for line in output.splitlines()]
         assert [status for _, status in outcomes[:-1]] == ["9"] * (len(outcomes) - 1)
         assert outcomes[-1][1] == "0"
         chosen = [int(times) for times, _ in outcomes]

@@ -93,7 +93,7 @@ print(done)
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Iterator[Path]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="nearkin-", dir=memory if memory.is_dir() else tmp_path) as made:
         yield Path(made)
@@ -116,15 +116,15 @@ def child(script: str, root: Path, seconds: float) -> subprocess.Popen[str]:
 
 
 @pytest.mark.soak
-def test_three_processes_read_put_and_collect_without_error(place: Path) -> None:
+def test_three_processes_read_put_and_collect_without_error(folder: Path) -> None:
     """Three processes that read, put and collect never meet an error."""
-    root = place / "s"
+    root = folder / "s"
     with child(FIRST, root, 0) as first:
         assert first.wait(60) == 0, first.stderr and first.stderr.read()
     children = [child(script, root, SECONDS) for script in (READER, WRITER, ROUNDS)]
     done = [one.communicate(timeout=300) for one in children]
     assert [one.returncode for one in children] == [0, 0, 0], done
-    assert all(int(said) > 3 for said, _ in done), done
+    assert all(int(puts) > 3 for puts, _ in done), done
     with open_store(root, settings=CHOSEN, create=True) as store:
         for _ in range(3):
             store.gc()
@@ -142,14 +142,14 @@ def test_three_processes_read_put_and_collect_without_error(place: Path) -> None
     ],
     ids=lambda race: race.__name__,
 )
-def test_writer_at_each_step_of_a_gc_run_loses_nothing(place: Path, race: Callable[..., int]) -> None:
+def test_writer_at_each_step_of_a_gc_run_loses_nothing(folder: Path, race: Callable[..., int]) -> None:
     """Another writer at any step of a GC run loses nothing."""
-    assert race(place, every=EVERY) >= 20
+    assert race(folder, every=EVERY) >= 20
 
 
-def test_put_does_not_wait_while_gc_marks_and_plans(place: Path) -> None:
+def test_put_does_not_wait_while_gc_marks_and_plans(folder: Path) -> None:
     """A put does not wait while a GC run marks and plans."""
-    made = gc_during_put.neighbours(place)
+    made = gc_during_put.neighbours(folder)
     points: list[str] = []
 
     def watch(name: str) -> None:
@@ -169,21 +169,21 @@ def test_put_does_not_wait_while_gc_marks_and_plans(place: Path) -> None:
         made.check(store)
 
 
-def test_put_waits_for_a_step_of_a_gc_run(place: Path) -> None:
+def test_put_waits_for_a_step_of_a_gc_run(folder: Path) -> None:
     """A put waits for a step of a GC run and is then done."""
-    with open_store(place / "s", settings=CHOSEN, create=True) as store:
+    with open_store(folder / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"1")
-    step = WriterLock(place / "s")
+    step = WriterLock(folder / "s")
     step.acquire(what=GC_RUN)
     done: list[int] = []
 
     def put() -> None:
-        with open_store(place / "s", settings=CHOSEN, create=True) as store:
+        with open_store(folder / "s", settings=CHOSEN, create=True) as store:
             done.append(store.put("k", b"2").info.version)
 
     thread = threading.Thread(target=put)
     thread.start()
-    waiting = WriterLock(place / "s")
+    waiting = WriterLock(folder / "s")
     until(lambda: waiting.is_wanted)
     assert not done
     step.release()
@@ -192,28 +192,28 @@ def test_put_waits_for_a_step_of_a_gc_run(place: Path) -> None:
     assert not waiting.is_wanted
 
 
-def test_put_that_timed_out_names_the_gc_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_that_timed_out_names_the_gc_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A put that waited too long names the operation that it waited for."""
     monkeypatch.setattr("nearkin.local.process_lock.STEP_SECONDS_MAX", 0.1)
-    with open_store(place / "s", settings=CHOSEN, create=True) as store:
+    with open_store(folder / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"1")
-    step = WriterLock(place / "s")
+    step = WriterLock(folder / "s")
     step.acquire(what=GC_RUN)
     with (
-        open_store(place / "s", settings=CHOSEN, create=True) as store,
+        open_store(folder / "s", settings=CHOSEN, create=True) as store,
         pytest.raises(StoreLocked, match=f"in a step of garbage collection, by process {os.getpid()}"),
     ):
         store.put("k", b"2")
     step.release()
 
 
-def test_gc_run_during_a_gc_run_is_refused(place: Path) -> None:
+def test_gc_run_during_a_gc_run_is_refused(folder: Path) -> None:
     """A GC run during another one is refused, and the error names it."""
-    with open_store(place / "s", settings=CHOSEN, create=True) as store:
+    with open_store(folder / "s", settings=CHOSEN, create=True) as store:
         store.put("k", random_bytes(10_000, 1))
-    rounds = WriterLock(place / "s", "lock.round")
+    rounds = WriterLock(folder / "s", "lock.round")
     rounds.acquire(what="garbage collection")
-    with open_store(place / "s", settings=CHOSEN, create=True) as store:
+    with open_store(folder / "s", settings=CHOSEN, create=True) as store:
         with pytest.raises(StoreLocked, match=f"is being collected by process {os.getpid()}"):
             store.gc()
         assert store.put("k", b"2").info.version == 2
@@ -221,11 +221,11 @@ def test_gc_run_during_a_gc_run_is_refused(place: Path) -> None:
         assert store.gc().freed_bytes == 0
 
 
-def test_store_after_a_gc_run_lets_others_write(place: Path) -> None:
+def test_store_after_a_gc_run_lets_others_write(folder: Path) -> None:
     """A store that did a GC run lets other processes write."""
     with (
-        open_store(place / "s", settings=CHOSEN, create=True) as store,
-        open_store(place / "s", settings=CHOSEN, create=True) as other,
+        open_store(folder / "s", settings=CHOSEN, create=True) as store,
+        open_store(folder / "s", settings=CHOSEN, create=True) as other,
     ):
         store.put("k", random_bytes(10_000, 1))
         store.close()
@@ -237,14 +237,14 @@ def test_store_after_a_gc_run_lets_others_write(place: Path) -> None:
         assert store.put("k", b"3").info.version == 3
 
 
-def test_deletion_waits_for_a_gc_step_with_the_lock(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deletion_waits_for_a_gc_step_with_the_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deletion waits for a step of a GC run that has just acquired the lock.
 
     It took the lock of the step for its Store's own, and wrote its mark after the lock was released.
     """
     done: list[int] = []
     threads: list[threading.Thread] = []
-    with open_store(place / "s", settings=CHOSEN, create=True) as store:
+    with open_store(folder / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"1")
         store.close()
         store.gc()
@@ -263,13 +263,13 @@ def test_deletion_waits_for_a_gc_step_with_the_lock(place: Path, monkeypatch: py
         (thread,) = threads
         thread.join(60)
         assert done == [1]
-        with open_store(place / "s", settings=CHOSEN, create=True) as other, pytest.raises(StoreLocked):
+        with open_store(folder / "s", settings=CHOSEN, create=True) as other, pytest.raises(StoreLocked):
             other.put("k", b"2")  # a deletion keeps the lock until the close
 
 
-def test_close_in_another_thread_waits_for_a_gc_step(place: Path) -> None:
+def test_close_in_another_thread_waits_for_a_gc_step(folder: Path) -> None:
     """The close of a store in another thread waits for a step of a GC run."""
-    made = gc_during_put.neighbours(place)
+    made = gc_during_put.neighbours(folder)
     with made.open() as store:
         store.put("lock", b"is this Store's")
         for point in ("gc.section-began", "gc.due-withdrawn", "compact.put", "gc.recorded"):
@@ -292,22 +292,22 @@ def test_close_in_another_thread_waits_for_a_gc_step(place: Path) -> None:
         made.check(store)
 
 
-def test_data_repaired_after_the_plan_are_kept(place: Path) -> None:
+def test_data_repaired_after_the_plan_are_kept(folder: Path) -> None:
     """Data that were broken at the plan, and are repaired and used since, are kept.
 
     The data were unknown when the run planned, so no concurrent write seemed to name them.
     """
     now, chosen = crash_child.START, settings(crash_child.CHOSEN, {"chunker": {"algorithm": "fixed"}})
     left, right, other = (random_bytes(40 * 1024, number) for number in range(3))
-    going = text_like(64 * 1024, 3)
-    edited = bytearray(going)
+    dead = text_like(64 * 1024, 3)
+    edited = bytearray(dead)
     edited[::700] = bytes(len(edited[::700]))
     second, third = left + other + right, left + bytes(edited) + right
-    came: list[int] = []
-    with open_store(place / "s", settings=chosen, clock=lambda: now, create=True) as store:
-        store.put("going", going)
+    committed: list[int] = []
+    with open_store(folder / "s", settings=chosen, clock=lambda: now, create=True) as store:
+        store.put("going", dead)
         (alone,) = containers(store.root)
-        for content in (left + going + right, second):
+        for content in (left + dead + right, second):
             store.put("k", content)
         store.delete("going")
         store.delete("k", 1)
@@ -322,25 +322,25 @@ def test_data_repaired_after_the_plan_are_kept(place: Path) -> None:
             if name == "gc.swept-planned":
                 alone.write_bytes(whole)
                 with open_store(store.root, settings=chosen, clock=lambda: now, create=True) as elsewhere:
-                    came.append(elsewhere.put("k", third).info.version)
+                    committed.append(elsewhere.put("k", third).info.version)
 
         failpoints.arm((), mended)
         try:
             store.gc()
         finally:
             failpoints.disarm()
-        assert came == [3]
+        assert committed == [3]
         newest = containers(store.root)[-1]
         assert int(alone.name[:16], 16) in decode_container(newest.read_bytes(), newest.name).base_containers()
         assert store.get("k", 2).read() == second
         assert store.get("k", 3).read() == third
 
 
-def test_verify_during_gc_removals_reports_no_damage(place: Path) -> None:
+def test_verify_during_gc_removals_reports_no_damage(folder: Path) -> None:
     """Verify reports no damage while GC runs remove versions and containers."""
     step, steps = 0, 1
     while step < steps:
-        made = scene(place / str(step))
+        made = scene(folder / str(step))
         passed: list[int] = []
 
         def collected(done: int, total: int, at: int = step, passed: list[int] = passed, made: Scene = made) -> None:
@@ -360,7 +360,7 @@ def test_verify_during_gc_removals_reports_no_damage(place: Path) -> None:
 
 
 @pytest.mark.soak
-def test_verify_during_gc_rewrites_reports_no_damage(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_during_gc_rewrites_reports_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verify reports no damage while a GC run rewrites containers.
 
     Another process runs between two containers, and during a check; it gathers, and gives up bases.
@@ -369,7 +369,7 @@ def test_verify_during_gc_rewrites_reports_no_damage(place: Path, monkeypatch: p
     gathering = {"max_depth": 3}, {"merge_block_bytes": "256KiB", "merge_versions_min": 2, "grace_seconds": 0}
     chosen = settings(CHOSEN, small, {"delta": gathering[0], "gc": gathering[1]})
     content, kept = text_like(300_000, 1), {}
-    with open_store(place / "s", settings=settings(chosen, {"gc": {"merge_block_bytes": 0}}), create=True) as store:
+    with open_store(folder / "s", settings=settings(chosen, {"gc": {"merge_block_bytes": 0}}), create=True) as store:
         for number in range(1, 13):
             content = kept[number] = mutate(content, number, edits=60)
             store.put("k", content)
@@ -378,16 +378,16 @@ def test_verify_during_gc_rewrites_reports_no_damage(place: Path, monkeypatch: p
             store.delete("k", number)
             store.delete("alone", 2 * number)
         store.gc()
-    real, step, steps, anew = integrity._read_chunks, 0, 1, 0
+    real, step, steps, rewritten = integrity._read_chunks, 0, 1, 0
     while step < steps:
-        shutil.copytree(place / "s", place / str(step))
+        shutil.copytree(folder / "s", folder / str(step))
         passed = [0]
 
         def passes(at: int = step, passed: list[int] = passed) -> None:
-            nonlocal anew
+            nonlocal rewritten
             if passed[0] == at:
-                with open_store(place / str(at), settings=chosen, create=True) as elsewhere:
-                    anew += elsewhere.gc().containers_rewritten
+                with open_store(folder / str(at), settings=chosen, create=True) as elsewhere:
+                    rewritten += elsewhere.gc().containers_rewritten
             passed[0] += 1
 
         def read(*arguments: Any, passes: Callable[[], None] = passes) -> Any:
@@ -395,18 +395,18 @@ def test_verify_during_gc_rewrites_reports_no_damage(place: Path, monkeypatch: p
             return real(*arguments)
 
         monkeypatch.setattr(integrity, "_read_chunks", read)
-        with open_store(place / str(step), settings=chosen, create=True) as store:
+        with open_store(folder / str(step), settings=chosen, create=True) as store:
             assert store.verify(progress=lambda *_, passes=passes: passes()).damage == ()
             assert store.get("k").read() == content
-        assert not (place / str(step) / "quarantine").is_dir()
+        assert not (folder / str(step) / "quarantine").is_dir()
         step, steps = step + 1, passed[0]
     assert steps > 20
-    assert anew > steps
+    assert rewritten > steps
 
 
-def test_dry_run_retries_after_a_concurrent_removal(place: Path) -> None:
+def test_dry_run_retries_after_a_concurrent_removal(folder: Path) -> None:
     """A dry run starts again if a GC run removed data that it was about to read."""
-    with open_store(place / "s", settings=CHOSEN, create=True) as store:
+    with open_store(folder / "s", settings=CHOSEN, create=True) as store:
         store.put("stays", b"1")
         store.put("goes", random_bytes(50_000, 1))
         store.close()
@@ -415,15 +415,15 @@ def test_dry_run_retries_after_a_concurrent_removal(place: Path) -> None:
         def collect(name: str) -> None:
             if name == "gc.marking-planned" and not passed:
                 passed.append(name)
-                with open_store(place / "s", settings=CHOSEN, create=True) as elsewhere:
+                with open_store(folder / "s", settings=CHOSEN, create=True) as elsewhere:
                     elsewhere.delete("goes")
                     elsewhere.gc()
 
         failpoints.arm((), collect)
         try:
-            told = store.gc(dry_run=True)
+            preview = store.gc(dry_run=True)
         finally:
             failpoints.disarm()
         assert passed
-        assert told.freed_bytes > 50_000
+        assert preview.freed_bytes > 50_000
         assert store.gc().freed_bytes > 50_000

@@ -39,18 +39,18 @@ def test_record_waits_for_kafka_to_describe_its_topic(silent_port: int, monkeypa
     assert worker._outbox.acknowledged_messages == 0
 
 
-@pytest.mark.parametrize(("told_to_stop", "code"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize(("is_stopped", "code"), [(True, 0), (False, 1)])
 def test_worker_stopped_while_waiting_for_kafka_ends_cleanly(
-    told_to_stop: bool, code: int, monkeypatch: pytest.MonkeyPatch
+    is_stopped: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that is stopped while it waits for Kafka ends cleanly."""
 
-    def away(_settings: Settings) -> None:
-        if told_to_stop:
+    def unreachable(_settings: Settings) -> None:
+        if is_stopped:
             os.kill(os.getpid(), signal.SIGTERM)
         raise StoreUnavailable("kafka 127.0.0.1:1: Local: Broker transport failure")
 
-    monkeypatch.setattr(ingest_main, "create_topics", away)
+    monkeypatch.setattr(ingest_main, "create_topics", unreachable)
     monkeypatch.setattr(ingest_main, "CONNECT_SECONDS_MAX", 0.0)
     monkeypatch.setattr(log_setup, "start", lambda *_: None)
     monkeypatch.setenv("NEARKIN_INGEST__TOPICS", "blobs")

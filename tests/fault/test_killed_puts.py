@@ -62,12 +62,12 @@ def ended_at(
         writer.stdin.flush()
         time.sleep(delay_seconds)
         writer.send_signal(how)
-        said, complained = writer.communicate(timeout=30)
+        output, error_output = writer.communicate(timeout=30)
     finally:
         writer.kill()
         writer.wait()
-    acknowledged = [line.split() for line in said.splitlines() if line.count(" ") == 1]
-    return {int(version): int(n) for n, version in acknowledged}, complained
+    acknowledged = [line.split() for line in output.splitlines() if line.count(" ") == 1]
+    return {int(version): int(n) for n, version in acknowledged}, error_output
 
 
 @pytest.fixture
@@ -96,9 +96,9 @@ def test_put_killed_at_any_moment_is_whole_or_absent(
     known: dict[int, int] = {}
     for round_number in range(MOMENTS if how == signal.SIGKILL else MOMENTS // 4):
         number = 1000 * round_number
-        acknowledged, complained = ended_at(root, first, number, draw.uniform(0.0, 0.35), how)
+        acknowledged, error_output = ended_at(root, first, number, draw.uniform(0.0, 0.35), how)
         if how == signal.SIGINT:
-            assert complained.rstrip().endswith("KeyboardInterrupt")
+            assert error_output.rstrip().endswith("KeyboardInterrupt")
         known |= acknowledged
         with open_store(root, settings=CHOSEN, create=True) as store:  # the lock is free at once
             listed = [info.version for info in store.versions(all_versions=True)]

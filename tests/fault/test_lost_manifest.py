@@ -75,8 +75,8 @@ def test_dry_run_reads_through_parity_as_the_gc_run_does(
         flip(path, path.stat().st_size - 5)
     with open_store(tmp_path / "s", settings=chosen, create=True) as store:
         for _ in range(2):
-            told = store.gc(dry_run=True)
-            assert told.freed_bytes == store.gc().freed_bytes != 0
+            preview = store.gc(dry_run=True)
+            assert preview.freed_bytes == store.gc().freed_bytes != 0
 
 
 def test_stats_of_encrypted_store_count_a_pause_as_stored(tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_listed_manifests_of_erased_tenant_are_not_lost(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", settings=other, create=True) as store:
         store.put("a", random_bytes(100_000, 2))
         store.keyring.erase("default")  # by a process that was killed before it updated the index
-        told = store.gc(dry_run=True)
-        assert told.freed_bytes == store.gc().freed_bytes > 100_000
+        preview = store.gc(dry_run=True)
+        assert preview.freed_bytes == store.gc().freed_bytes > 100_000
         assert store.get("a").read() == random_bytes(100_000, 2)
 
 

@@ -27,7 +27,7 @@ def test_lost_pending_delete_record_is_found_again(tmp_path: Path, harm: str, re
             store.put("k", content)
             contents["k", number] = content
         for number in range(1, 6):
-            gone = contents.pop(("k", number))
+            dead = contents.pop(("k", number))
             store.delete("k", number)
         clock.now += 8 * DAY
         store.gc()
@@ -45,8 +45,8 @@ def test_lost_pending_delete_record_is_found_again(tmp_path: Path, harm: str, re
         assert {damage.object_name.partition("/")[0] for damage in store.verify().damage} <= {"gc"}
         if rebuilt:
             assert store.rebuild_index().skipped == ()
-        contents["again", 1] = gone  # a rebuilt index finds the data pending delete
-        store.put("again", gone)
+        contents["again", 1] = dead  # a rebuilt index finds the data pending delete
+        store.put("again", dead)
         freed_bytes = 0
         for _ in range(4):
             freed_bytes += store.gc().freed_bytes

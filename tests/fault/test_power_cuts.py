@@ -26,7 +26,7 @@ FAILED = PLAIN if ALL else ("put", "put + compaction", "put + rebuild")
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Iterator[Path]:
     """Yield a folder in memory if possible: the disk is simulated, and LMDB's syncs to a busy real one took 40 s."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="nearkin-", dir=memory if memory.is_dir() else tmp_path) as made:
@@ -34,13 +34,13 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", EXPLORED)
-def test_power_cut_loses_nothing_acknowledged(place: Path, name: str) -> None:
+def test_power_cut_loses_nothing_acknowledged(folder: Path, name: str) -> None:
     """No power cut loses acknowledged effects."""
-    explored = explore(place, WORKLOADS[name])
+    explored = explore(folder, WORKLOADS[name])
     assert explored.prefixes > 30
     assert explored.worlds > 14
     assert explored.steps["sync"] == explored.steps["create"]
-    names = set(objects(place / "recorded"))
+    names = set(objects(folder / "recorded"))
     if name == "put + compaction":
         # recompressed by the first GC run, and rewritten without the dead chunks by the second
         assert any(part.endswith(".0002.nkc") for part in names), "nothing was compacted: the workload tests less"
@@ -49,27 +49,27 @@ def test_power_cut_loses_nothing_acknowledged(place: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPECIAL if ALL else SAMPLE)
-def test_power_cut_of_more_workloads_keeps_effects(place: Path, name: str) -> None:
+def test_power_cut_of_more_workloads_keeps_effects(folder: Path, name: str) -> None:
     """No power cut of a soak workload loses acknowledged effects.
 
     F.32: This includes parity, an encrypted store, and containers during repair and rewriting.
     """
-    explored = explore(place, WORKLOADS[name])
+    explored = explore(folder, WORKLOADS[name])
     assert explored.prefixes >= 16
     assert explored.worlds >= 8
 
 
-def test_workload_that_passes_no_failpoint_of_its_own_fails(place: Path) -> None:
+def test_workload_that_passes_no_failpoint_of_its_own_fails(folder: Path) -> None:
     """F.32: A workload that does not reach its failpoints is reported."""
     with pytest.raises(AssertionError, match=r"passes no rebase\.done"):
-        explore(place, replace(WORKLOADS["put"], passes=("put.container", "rebase.done")))
+        explore(folder, replace(WORKLOADS["put"], passes=("put.container", "rebase.done")))
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["full", "error"])
 @pytest.mark.parametrize("name", FAILED)
-def test_failed_disk_call_is_followed_by_a_successful_retry(place: Path, name: str, error: int) -> None:
+def test_failed_disk_call_is_followed_by_a_successful_retry(folder: Path, name: str, error: int) -> None:
     """Whichever disk call fails, the same workload succeeds again."""
-    assert fail_each(place, WORKLOADS[name], error=error, every=1 if ALL else 5).failures > (20 if ALL else 4)
+    assert fail_each(folder, WORKLOADS[name], error=error, every=1 if ALL else 5).failures > (20 if ALL else 4)
 
 
 # --- the disk itself --------------------------------------------------------------------------------------------------
@@ -120,9 +120,9 @@ def test_disk_lost_folder_contains_nothing() -> None:
 
 def test_disk_removal_not_durable_may_be_undone() -> None:
     """A removal that is not durable may be undone."""
-    gone = Step("unlink", "a/x")
-    assert worlds(CREATE, SYNC, SYNC_FOLDER, gone) == [{"a": None, "a/x": b""}, {"a": None}]
-    assert worlds(CREATE, SYNC, SYNC_FOLDER, gone, SYNC_FOLDER) == [{"a": None}]
+    removal = Step("unlink", "a/x")
+    assert worlds(CREATE, SYNC, SYNC_FOLDER, removal) == [{"a": None, "a/x": b""}, {"a": None}]
+    assert worlds(CREATE, SYNC, SYNC_FOLDER, removal, SYNC_FOLDER) == [{"a": None}]
 
 
 def test_disk_with_many_names_tries_some_subsets() -> None:

@@ -39,7 +39,7 @@ CUT = 1300
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
+def memory_folder(tmp_path: Path) -> Iterator[Path]:
     """Yield a folder in memory if there is one: the disk is simulated."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="nearkin-", dir=memory if memory.is_dir() else tmp_path) as made:
@@ -224,9 +224,9 @@ def revoke_token(root: Path, done: Results) -> None:
 def check_tokens(root: Path, done: Results, begun: str | None) -> None:
     path = root / "etc" / "tokens.json"
     found = tokens.read_tokens(path) if done or path.exists() else []
-    gone = {"create"} if "revoke" in {begun, *done} else set()
+    revoked = {"create"} if "revoke" in {begun, *done} else set()
     for name, made in done.items():
-        if isinstance(made, tuple) and name not in gone:
+        if isinstance(made, tuple) and name not in revoked:
             assert made[1] in found, f"the {name} token was lost"
             assert tokens.TokenFile(path).find(made[0]) == made[1]
         elif "revoke" in done and isinstance(made, tuple):
@@ -272,8 +272,8 @@ class UploadActions:
     @staticmethod
     def meta(**more: Any) -> Meta:
         now_us = time.time_ns() // 1000
-        said = {"length_bytes": len(WHOLE), "created_us": now_us, "expires_us": now_us + 3_600_000_000}
-        return Meta(tenant="default", key="k", **{**said, **more})
+        event = {"length_bytes": len(WHOLE), "created_us": now_us, "expires_us": now_us + 3_600_000_000}
+        return Meta(tenant="default", key="k", **{**event, **more})
 
     def create(self, root: Path, _: Results) -> str:
         return self.opened(root).create(self.meta())
@@ -386,17 +386,17 @@ WORKLOADS: Mapping[str, RecordWorkload] = {
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_power_cut_keeps_acknowledged_records(place: Path, name: str) -> None:
+def test_power_cut_keeps_acknowledged_records(memory_folder: Path, name: str) -> None:
     """F.32: After a power cut each acknowledged record holds, and the interrupted action can be repeated."""
-    explored = explore_records(place, WORKLOADS[name])
+    explored = explore_records(memory_folder, WORKLOADS[name])
     assert explored.prefixes > 12
     assert explored.worlds > 4
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_unsynced_record_names_are_found(place: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsynced_record_names_are_found(memory_folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.32: The engine finds a planted mistake: folders are not synced after a record was written or removed."""
     for module in (objectstore_base, durable_files):
         monkeypatch.setattr(module, "sync_folder", lambda _: None)
     with pytest.raises(Violation, match="power cut after step"):
-        explore_records(place, WORKLOADS[name])
+        explore_records(memory_folder, WORKLOADS[name])

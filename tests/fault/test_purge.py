@@ -68,7 +68,7 @@ def put_history(store: Store, clock: Clock, rounds: int) -> dict[tuple[str, int]
     return contents
 
 
-def check_gone(store: Store, contents: Mapping[tuple[str, int], bytes]) -> None:
+def check_deleted(store: Store, contents: Mapping[tuple[str, int], bytes]) -> None:
     assert traces(store.root) == []
     assert find_broken(store, contents) == set()
     assert store.verify().damage == ()
@@ -89,7 +89,7 @@ def test_purged_version_is_in_no_file(tmp_path: Path, variant: str, rounds: int)
         clock.now += 1
         report = store.purge("k", LEAKED)
         assert (report.versions, report.pending_delete_containers) == (1, 0)
-        check_gone(store, contents)
+        check_deleted(store, contents)
         assert store.put("k", contents["k", 8]).info.version == 9
         clock.now += 30 * DAY
         store.gc()
@@ -109,7 +109,7 @@ def test_purged_base_of_live_deltas_is_in_no_file(tmp_path: Path) -> None:
         assert any(store._containers.of(None).directory(c).chunks.depths.any() for c, _ in store._containers.ids())
         store.delete("k", 1)
         store.purge("k", 1)
-        check_gone(store, contents)
+        check_deleted(store, contents)
 
 
 def test_purge_removes_containers_of_unneeded_bases(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_purge_removes_containers_of_unneeded_bases(tmp_path: Path) -> None:
         store.delete("k", 1)
         assert store.purge("k", 1).containers_deleted == 1
         assert not bases & {container for container, _ in store._containers.ids()}
-        check_gone(store, {("k", 2): changed})
+        check_deleted(store, {("k", 2): changed})
 
 
 def test_purge_leaves_versions_of_the_same_container(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_purge_leaves_versions_of_the_same_container(tmp_path: Path) -> None:
             store.delete(key)
         report = store.purge()
         assert (report.versions, report.containers_deleted, report.containers_rewritten) == (2, 1, 1)
-        check_gone(store, {("other", 1): other, ("both", 1): shared + other})
+        check_deleted(store, {("other", 1): other, ("both", 1): shared + other})
         assert store.put("alone", random_bytes(60_000, 7)).ledger.duplicate_chunks == 0
         assert store.get("alone").read() == random_bytes(60_000, 7)
 
@@ -174,7 +174,7 @@ def test_gc_now_ends_deletions_whatever_rm_recorded(tmp_path: Path) -> None:
         report = store.purge()
         assert report.freed_bytes > 1 << 20
         assert store.list_deleted() == []
-        check_gone(store, {("b", 1): b"stays" * 1000})
+        check_deleted(store, {("b", 1): b"stays" * 1000})
 
 
 def test_purge_of_an_encrypted_store_frees_and_restores(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_purge_cut_short_is_completed_by_the_next(tmp_path: Path, point: str) ->
         store._containers.evict()
         assert find_broken(store, contents) == set()
         store.purge()
-        check_gone(store, contents)
+        check_deleted(store, contents)
 
 
 def test_index_names_no_container_that_a_purge_removes(tmp_path: Path) -> None:
@@ -228,10 +228,10 @@ def test_index_names_no_container_that_a_purge_removes(tmp_path: Path) -> None:
         finally:
             failpoints.disarm()
         store._containers.evict()
-        there = {int(container) for container, _ in store._containers.ids()}
+        existing = {int(container) for container, _ in store._containers.ids()}
         for table in ("chunks", "segments"):
             rows = store._index.read(partial(list_locations, table))
-            assert {int(container) for places in rows for container in places.containers} == there
+            assert {int(container) for places in rows for container in places.containers} == existing
 
 
 def list_locations(table: str, index: LmdbIndex) -> list[Locations]:
@@ -349,7 +349,7 @@ def test_purge_of_a_joined_chunk_keeps_its_referrers(tmp_path: Path) -> None:
             del contents["k", number]
         clock.now += 1
         store.purge()
-        check_gone(store, contents)
+        check_deleted(store, contents)
 
 
 def test_purge_through_services_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ EVERY = 1 if ALL else 7
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Iterator[Path]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="nearkin-", dir=memory if memory.is_dir() else tmp_path) as made:
         yield Path(made)
@@ -36,41 +36,41 @@ def place(tmp_path: Path) -> Iterator[Path]:
     ],
     ids=lambda pair: pair.__name__,
 )
-def test_call_at_each_step_of_another_keeps_acknowledged_data(place: Path, pair: Callable[..., int]) -> None:
+def test_call_at_each_step_of_another_keeps_acknowledged_data(folder: Path, pair: Callable[..., int]) -> None:
     """Whichever call is done at a step of another, acknowledged data restore."""
-    assert pair(place, every=EVERY) >= 20
+    assert pair(folder, every=EVERY) >= 20
 
 
 @pytest.mark.soak
 def test_undelete_during_gc_run_is_whole_or_not_counted(
-    place: Path,
+    folder: Path,
 ) -> None:
     """An undeletion during a GC run is in time or not, and one that is not is not counted.
 
     If it looked before the GC run's mark and recorded after it, 160 bytes that no process wrote were counted for
     good.
     """
-    assert races.undelete_while_collecting(place, every=1 if ALL else 3) >= 20
+    assert races.undelete_while_collecting(folder, every=1 if ALL else 3) >= 20
 
 
-def test_undelete_too_late_is_not_reported_in_time(place: Path) -> None:
+def test_undelete_too_late_is_not_reported_in_time(folder: Path) -> None:
     """An undeletion that is too late does not report success.
 
     A GC run collected the version, and its marks, between the check of the undeletion and its mark.
     """
-    assert races.collect_while_undeleting(place, every=1 if ALL else 3) >= 6
+    assert races.collect_while_undeleting(folder, every=1 if ALL else 3) >= 6
 
 
-def test_two_committers_of_a_key_get_a_number_each(place: Path) -> None:
+def test_two_committers_of_a_key_get_a_number_each(folder: Path) -> None:
     """Two committers of one key each get a number."""
-    assert races.commit_while_committing(place) >= 6
+    assert races.commit_while_committing(folder) >= 6
 
 
-def test_data_reachable_again_are_kept_by_the_next_run(place: Path) -> None:
+def test_data_reachable_again_are_kept_by_the_next_run(folder: Path) -> None:
     """Data that are reachable again are kept by the next GC run."""
-    assert races.manifest_away(place) >= 1
+    assert races.lose_manifest(folder) >= 1
 
 
-def test_store_of_a_sleeping_writer_is_not_taken(place: Path) -> None:
+def test_store_of_a_sleeping_writer_is_not_taken(folder: Path) -> None:
     """No other process takes the store of a writer that sleeps."""
-    races.stopped_writer(place)
+    races.stopped_writer(folder)

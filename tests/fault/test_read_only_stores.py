@@ -74,10 +74,10 @@ def make_store(root: Path, kind: str) -> str:
         return f"[('k', 1), ('k', 2)] 512004 {sums.versions} {sums.deleted_versions} {sums.parts}"
 
 
-def run_reader(root: Path, kind: str, who: str, temporary: Path, stderr: list[str] | None = None) -> list[str]:
+def run_reader(root: Path, kind: str, user: str, temporary: Path, stderr: list[str] | None = None) -> list[str]:
     """Run the reader in a process of its own; return its lines, and its log in `stderr`."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", READING, str(root), kind, who, str(temporary)]
+    command = [sys.executable, "-c", READING, str(root), kind, user, str(temporary)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
     if stderr is not None:
@@ -89,7 +89,7 @@ def run_reader(root: Path, kind: str, who: str, temporary: Path, stderr: list[st
 def test_store_of_another_user_is_read(folder: Path, kind: str, has_index: bool) -> None:
     """F.8: A user who may read a store and not write its index lists, restores and verifies it."""
     root = folder / "s"
-    wanted = make_store(root, kind)
+    expected = make_store(root, kind)
     if not has_index:
         shutil.rmtree(root / "index")
     for path in sorted([root, *root.rglob("*")], reverse=True):
@@ -97,7 +97,7 @@ def test_store_of_another_user_is_read(folder: Path, kind: str, has_index: bool)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     logged: list[str] = []
     found = run_reader(root, kind, "other", folder / "tmp", logged)
-    assert found[:2] == [wanted, "[]"]  # nothing is left in the temporary folder while the process lives
+    assert found[:2] == [expected, "[]"]  # nothing is left in the temporary folder while the process lives
     assert found[2].startswith("refused")
     assert "cannot write here" in found[2]
     assert [str(folder / "tmp") in line for line in logged] == [True]
@@ -109,7 +109,7 @@ def test_store_of_another_user_is_read(folder: Path, kind: str, has_index: bool)
 def test_store_on_a_read_only_mount_is_read(folder: Path, has_index: bool) -> None:
     """F.8: A store on read-only media is listed, with its index and without."""
     root, mounted = folder / "s", folder / "mounted"
-    wanted = make_store(root, "plain")
+    expected = make_store(root, "plain")
     if not has_index:
         shutil.rmtree(root / "index")
     mounted.mkdir()
@@ -121,7 +121,7 @@ def test_store_on_a_read_only_mount_is_read(folder: Path, has_index: bool) -> No
         found = run_reader(mounted, "plain", "same", folder / "tmp")
     finally:
         subprocess.run(["umount", str(mounted)], check=True)
-    assert found[:2] == [wanted, "[]"]
+    assert found[:2] == [expected, "[]"]
     assert "Read-only file system" in found[2]
 
 

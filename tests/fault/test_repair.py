@@ -203,8 +203,8 @@ def test_copy_of_the_object_repairs_any_damage(root: Path, tmp_path: Path, harm:
 
 
 @pytest.mark.parametrize("harm", ["flip", "delete"])
-@pytest.mark.parametrize("back", ["a copy that repair receives", "a copy put back by hand"])
-def test_repaired_chunks_are_duplicates_of_a_put(tmp_path: Path, back: str, harm: str) -> None:
+@pytest.mark.parametrize("way", ["a copy that repair receives", "a copy put back by hand"])
+def test_repaired_chunks_are_duplicates_of_a_put(tmp_path: Path, way: str, harm: str) -> None:
     """Repaired chunks are duplicates for the next put."""
     content, changed = random_bytes(300_000, 1), mutate(random_bytes(300_000, 1), 1, edits=5)
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
@@ -218,7 +218,7 @@ def test_repaired_chunks_are_duplicates_of_a_put(tmp_path: Path, back: str, harm
             path.unlink()
         with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
             assert store.verify().damage
-            if back == "a copy that repair receives":
+            if way == "a copy that repair receives":
                 assert store.repair([copy]).repaired
             else:
                 shutil.copy(copy, path)
@@ -276,9 +276,11 @@ def test_content_with_other_cut_points_repairs_nothing(
         assert "no chunk that is broken" not in caplog.text
         (number,) = manifests(tmp_path / "s")
         flip(number, 30)
-        told = store.repair()
-        assert remedies(told) == ["what is broken besides blocks needs parity or a copy: `nearkin repair --from COPY`"]
-        assert remedies(told) == [line for line in verify_lines(store.verify()) if "--from" in line]
+        outcome = store.repair()
+        assert remedies(outcome) == [
+            "what is broken besides blocks needs parity or a copy: `nearkin repair --from COPY`"
+        ]
+        assert remedies(outcome) == [line for line in verify_lines(store.verify()) if "--from" in line]
 
 
 def remedies(report: RepairReport) -> list[str]:

@@ -15,7 +15,7 @@ from tests.support.data.stores import SMALL, containers, find_broken, settings
 from tests.support.fakes.clock import DAY, Clock
 
 Contents = dict[tuple[str, int], bytes]
-ANEW = settings(
+REWRITING = settings(
     SMALL,
     {
         "block": {"raw_bytes": 160_000},
@@ -79,11 +79,11 @@ def test_reader_of_later_generation_continues_after_repair(tmp_path: Path) -> No
             clock.now += DAY
             store.gc()
 
-    with open_store(root, settings=ANEW, clock=clock, create=True) as store:
+    with open_store(root, settings=REWRITING, clock=clock, create=True) as store:
         list(store.put_many(contents.items()))
         copy.write_bytes(containers(root)[0].read_bytes())
         collected("v1", "v3")
-        with open_store(root, settings=ANEW, clock=clock, create=True) as reader:
+        with open_store(root, settings=REWRITING, clock=clock, create=True) as reader:
             assert reader.get("v2").read() == contents["v2"]  # block 4, of the rest of 0 and 1
             containers(root)[0].write_bytes(random_bytes(100_000, 9))  # unreadable as a whole, so the copy is used
             assert store.repair([copy]).damage == ()
@@ -97,7 +97,7 @@ def test_reader_of_later_generation_continues_after_repair(tmp_path: Path) -> No
 def test_versions_put_after_the_copy_read_after_repair(codec: str, gone: bool, tmp_path: Path) -> None:
     """Versions put since the copy was made read once the older generation replaces the lost one."""
     clock, content, contents = Clock(), text_like(300_000, 1), Contents()
-    small = settings(ANEW, {"block": {"raw_bytes": 65_536}, "delta": {"codec": codec, "max_depth": 4}})
+    small = settings(REWRITING, {"block": {"raw_bytes": 65_536}, "delta": {"codec": codec, "max_depth": 4}})
     with open_store(tmp_path / "s", settings=small, clock=clock, create=True) as store:
 
         def put(number: int) -> None:
@@ -115,9 +115,9 @@ def test_versions_put_after_the_copy_read_after_repair(codec: str, gone: bool, t
         collect(store, clock, contents, versions=4, rounds=3)
         put(7)
         put(8)
-        anew = [path for path in containers(store.root) if "." in path.stem]
-        assert anew
-        for path in anew:
+        rewritten = [path for path in containers(store.root) if "." in path.stem]
+        assert rewritten
+        for path in rewritten:
             path.unlink() if gone else path.write_bytes(b"lost")
     with open_store(tmp_path / "s", settings=small, clock=clock, create=True) as store:
         assert find_broken(store, contents)

@@ -65,7 +65,7 @@ def test_copies_older_than_a_gc_run_repair_later_damage(
 ) -> None:
     """Copies of all containers from before a GC run repair damage after it."""
     root, backup, kept = rebased
-    there = [path.name[:16] for path in containers(root)]
+    present = [path.name[:16] for path in containers(root)]
     for path in containers(root):
         flip(path, blocks_of(path)[0] + 3)
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -73,7 +73,7 @@ def test_copies_older_than_a_gc_run_repair_later_damage(
         report = store.repair(sorted(backup.glob("*/*.nkc")))
         assert (report.damage, report.quarantined_chunks) == ((), 0)
         assert find_broken(store, kept) == set()
-        assert [path.name[:16] for path in containers(root)] == there  # data freed by GC runs stay freed
+        assert [path.name[:16] for path in containers(root)] == present  # data freed by GC runs stay freed
         check_index_is_the_one_a_rebuild_makes(store)
 
 
@@ -94,9 +94,9 @@ def test_copies_in_any_order_use_the_needed_generation(
         with open_store(harmed, settings=CHOSEN, create=True) as store:
             assert store.repair(files).damage == ()
             assert find_broken(store, kept) == set()
-            there = decode_container(path.read_bytes(), path.name).chunks.there
-            (mended,) = (one for one in containers(harmed) if one.name[:16] == path.name[:16])
-            assert (decode_container(mended.read_bytes(), mended.name).chunks.there == there).all()
+            present = decode_container(path.read_bytes(), path.name).chunks.there
+            (repaired,) = (one for one in containers(harmed) if one.name[:16] == path.name[:16])
+            assert (decode_container(repaired.read_bytes(), repaired.name).chunks.there == present).all()
 
 
 @pytest.mark.parametrize("newest_first", [False, True])
@@ -116,8 +116,8 @@ def test_freed_container_is_restored_only_if_named(tmp_path: Path, newest_first:
     for folder, copy in ((before, old), (root, new)):
         (path,) = containers(folder)
         copy.write_bytes(path.read_bytes())
-    there = [decode_container(copy.read_bytes(), copy.name).chunks.there for copy in (old, new)]
-    assert there[0].sum() > there[1].sum()
+    present = [decode_container(copy.read_bytes(), copy.name).chunks.there for copy in (old, new)]
+    assert present[0].sum() > present[1].sum()
     harmed = before if rolled_back else root
     (path,) = containers(harmed)
     path.unlink()
@@ -125,7 +125,7 @@ def test_freed_container_is_restored_only_if_named(tmp_path: Path, newest_first:
         assert store.repair([new, old] if newest_first else [old, new]).damage == ()
         assert find_broken(store, contents) == (set() if rolled_back else {("going", 1)})
         (path,) = containers(harmed)
-        assert (decode_container(path.read_bytes(), path.name).chunks.there == there[not rolled_back]).all()
+        assert (decode_container(path.read_bytes(), path.name).chunks.there == present[not rolled_back]).all()
 
 
 def test_chunks_are_found_in_copies_of_each_generation(

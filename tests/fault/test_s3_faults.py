@@ -156,12 +156,12 @@ def test_read_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3ObjectS
 @pytest.mark.parametrize("script", ["E", "5", "L"])
 def test_listing_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3ObjectStore, script: str) -> None:
     """A listing is whole or an error."""
-    wanted = {f"m/{number:04d}": 1 for number in range(1100)}  # two pages
-    for name in wanted:
+    expected = {f"m/{number:04d}": 1 for number in range(1100)}  # two pages
+    for name in expected:
         direct.put_new(name, b"x")
     for before in ("", "."):
         with FaultyHttp(versitygw.port, before + script, method="GET") as proxy:
-            assert dict(through(proxy, versitygw, bucket).names("m")) == wanted
+            assert dict(through(proxy, versitygw, bucket).names("m")) == expected
             assert proxy.spent
         with FaultyHttp(versitygw.port, before + script * 20, method="GET") as proxy:
             objects = through(proxy, versitygw, bucket)
@@ -216,7 +216,7 @@ def test_server_away_for_a_while_only_costs_time(own: S3) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "text"),
     [
         ({"url": "s3://no-such-bucket"}, "bucket no-such-bucket at http.*NoSuchBucket: make the bucket, or correct"),
         ({"secret_access_key": "wrong"}, "SignatureDoesNotMatch: check object_store.access_key_id and"),
@@ -231,7 +231,7 @@ def test_wrong_setup_is_one_line_and_no_empty_store(
     direct: S3ObjectStore,
     bucket: str,
     changed: dict[str, Any],
-    said: str,
+    text: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A wrong setup is one line with the remedy, and never an empty store."""
@@ -246,7 +246,7 @@ def test_wrong_setup_is_one_line_and_no_empty_store(
         lambda: objects.delete("a"),
         lambda: list(objects.names("a")),
     ):
-        with pytest.raises(StoreUnavailable, match=said) as refused:
+        with pytest.raises(StoreUnavailable, match=text) as refused:
             call()
         assert "\n" not in str(refused.value)
         assert "wrong" not in str(refused.value).replace("is wrong", "")  # the secret
@@ -295,8 +295,8 @@ class Pages(socketserver.BaseRequestHandler):
     page = b""
 
     def handle(self) -> None:
-        asked = self.request.recv(1 << 16)
-        self.request.sendall(self.page.partition(b"<html>")[0] if asked.startswith(b"HEAD") else self.page)
+        received = self.request.recv(1 << 16)
+        self.request.sendall(self.page.partition(b"<html>")[0] if received.startswith(b"HEAD") else self.page)
 
 
 @pytest.mark.parametrize("status", sorted(PAGES))

@@ -206,17 +206,17 @@ def test_embedded_gateway_scrubs_reports_and_repairs(root: Path) -> None:
     whole = path.read_bytes()
     flip(path, 60)
     with running(chosen) as gateway, gateway.client() as client:
-        told: dict[str, Any] = {}
+        status: dict[str, Any] = {}
 
         def ended() -> bool:
-            told.update(client.get("/v1/scrub").json())
-            return told["last"] is not None
+            status.update(client.get("/v1/scrub").json())
+            return status["last"] is not None
 
-        until(ended, lambda: told)
-        assert told["last"]["damaged"] == 1
-        assert told["last"]["objects"] >= len(containers(root))
-        assert told["running"] is None
-        assert (told["every_days"], told["rate_bytes"], told["quarantined"]) == (1, 1 << 30, [])
+        until(ended, lambda: status)
+        assert status["last"]["damaged"] == 1
+        assert status["last"]["objects"] >= len(containers(root))
+        assert status["running"] is None
+        assert (status["every_days"], status["rate_bytes"], status["quarantined"]) == (1, 1 << 30, [])
         assert client.get("/v1/blobs/k1").content == CONTENTS["k1", 1]
     assert path.read_bytes() == whole
 
@@ -239,7 +239,7 @@ def test_flipped_bits_are_detected_and_repaired_with_parity(tmp_path: Path, pari
     result = run(70, seed=11, parity=parity, root=tmp_path / "store")
     assert result.missed == []
     assert len(result.by_kind) >= 5
-    assert result.healed >= (50 if parity != "none" else 0)
+    assert result.repaired >= (50 if parity != "none" else 0)
 
 
 def test_descriptor_with_flipped_version_is_read_by_parity(root: Path) -> None:

@@ -88,14 +88,14 @@ def test_scrub_repairs_objects_in_the_bucket(store: ParityObjectStore) -> None:
     assert (again._scrubber.waits_seconds() or 0.0) > 80_000
 
 
-class Forgetting:
+class RecordingIndex:
     """An index that records what is withdrawn from it."""
 
     def __init__(self) -> None:
-        self.told: list[dict[int, object]] = []
+        self.withdrawn: list[dict[int, object]] = []
 
     def withdraw(self, chunks: Mapping[int, object], segments: object, containers: object) -> None:
-        self.told.append(dict(chunks))
+        self.withdrawn.append(dict(chunks))
 
     def renew(self, summary: object) -> None: ...
 
@@ -109,22 +109,22 @@ def test_scrub_quarantines_and_reports_what_it_cannot_repair(
     name = sorted(name for name, _ in store.names("containers"))[0]
     damage(store, name, 100)
     store.inner.delete(f"parity/{name}.nkp")
-    index = Forgetting()
+    index = RecordingIndex()
     plain = with_parity(store.inner, with_changes(COVERED, {"storage": {"parity": "none"}}))
     with caplog.at_level(logging.ERROR):
         wait_for_a_pass(scrubbing(plain, index=index), plain)
     container = int(name.rpartition("/")[2][:16], 16)
     assert list(Quarantine(store, time.time).read()) == [container]
-    assert [list(chunks) for chunks in index.told] == [[container]]
+    assert [list(chunks) for chunks in index.withdrawn] == [[container]]
     assert f"{name} is damaged; affected: 'k0' version 1" in caplog.text
 
 
-class Away(Forgetting):
+class UnreachableIndex(RecordingIndex):
     """An index that is unreachable for its first update."""
 
     def withdraw(self, chunks: Mapping[int, object], segments: object, containers: object) -> None:
         super().withdraw(chunks, segments, containers)
-        if len(self.told) == 1:
+        if len(self.withdrawn) == 1:
             raise StoreUnavailable("redis does not answer")
 
 
@@ -134,10 +134,10 @@ def test_index_away_is_updated_when_it_is_back(store: ParityObjectStore, monkeyp
     name = sorted(name for name, _ in store.names("containers"))[0]
     damage(store, name, 100)
     store.inner.delete(f"parity/{name}.nkp")
-    index = Away()
+    index = UnreachableIndex()
     plain = with_parity(store.inner, with_changes(COVERED, {"storage": {"parity": "none"}}))
     wait_for_a_pass(scrubbing(plain, index=index), plain)
-    assert len(index.told) == 2
+    assert len(index.withdrawn) == 2
     assert ScrubStates(store).read().ended_damaged == 1
 
 

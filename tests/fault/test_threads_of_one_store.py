@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     failpoints.disarm()
 
 
-def beside(act: Callable[[], object]) -> threading.Thread:
+def start_thread(act: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=act)
     thread.start()
     return thread
@@ -39,22 +39,22 @@ def beside(act: Callable[[], object]) -> threading.Thread:
 
 def once(point: str, act: Callable[[], object]) -> list[object]:
     """Let another thread act when a failpoint is first passed; return its results until then."""
-    came: list[object] = []
+    outcomes: list[object] = []
 
     def watch(name: str) -> None:
-        if name == point and not came:
-            came.append(None)
+        if name == point and not outcomes:
+            outcomes.append(None)
 
             def tried() -> None:
                 try:
-                    came[0] = act()
+                    outcomes[0] = act()
                 except StoreLocked as err:
-                    came[0] = err
+                    outcomes[0] = err
 
-            beside(tried).join(WAIT_SECONDS)
+            start_thread(tried).join(WAIT_SECONDS)
 
     failpoints.arm((), watch)
-    return came
+    return outcomes
 
 
 def is_locked(store: Store) -> bool:
@@ -92,7 +92,7 @@ def test_closed_index_is_read_to_the_end(tmp_path: Path) -> None:
     index = LmdbIndex(tmp_path, bytes(16), 1 << 24)
     index.mark_complete()
     with index._reading() as txn:
-        beside(index.close).join(WAIT_SECONDS)
+        start_thread(index.close).join(WAIT_SECONDS)
         assert txn.get(b"complete", db=index._meta)
     with pytest.raises(IndexClosed, match="closed during the call"):
         assert index.complete
@@ -110,7 +110,7 @@ def test_listings_during_puts_and_closes_meet_no_error(store: Store) -> None:
         except BaseException as err:
             failures.append(err)
 
-    threads = [beside(listing) for _ in range(3)]
+    threads = [start_thread(listing) for _ in range(3)]
     for number in range(12):
         store.put("b", b"%d" % number)
         store.close()
@@ -122,9 +122,9 @@ def test_listings_during_puts_and_closes_meet_no_error(store: Store) -> None:
 
 def test_rebuild_during_a_put_is_refused(store: Store) -> None:
     """An index is not rebuilt during a put whose version it would not list."""
-    came = once("commit.begun", store.rebuild_index)
+    outcomes = once("commit.begun", store.rebuild_index)
     store.put("b", CONTENT)
-    assert isinstance(came[0], StoreLocked)
+    assert isinstance(outcomes[0], StoreLocked)
     assert listed(store) == ["a", "b"]
     assert sound_and_listed_by_another(store) == ["a", "b", "later"]
 
@@ -135,7 +135,7 @@ def test_put_during_an_index_rebuild_waits(store: Store) -> None:
 
     def watch(name: str) -> None:
         if name == "rebuild.marks":
-            putting.append(beside(lambda: store.put("b", CONTENT)))
+            putting.append(start_thread(lambda: store.put("b", CONTENT)))
             putting[0].join(0.2)
             assert putting[0].is_alive()
 
@@ -149,17 +149,17 @@ def test_put_during_an_index_rebuild_waits(store: Store) -> None:
 def test_two_puts_after_the_same_rebuild_one_is_refused(store: Store) -> None:
     """Of two puts that waited for the same rebuild one is refused."""
     putting: list[threading.Thread] = []
-    came: list[object] = []
+    outcomes: list[object] = []
 
     def tried(key: str) -> None:
         try:
-            came.append(store.put(key, CONTENT).info.version)
+            outcomes.append(store.put(key, CONTENT).info.version)
         except StoreLocked as err:
-            came.append(err)
+            outcomes.append(err)
 
     def watch(name: str) -> None:
         if name == "rebuild.marks":
-            putting.extend(beside(partial(tried, key)) for key in ("b", "c"))
+            putting.extend(start_thread(partial(tried, key)) for key in ("b", "c"))
             putting[0].join(0.3)
             assert all(thread.is_alive() for thread in putting)
         elif name == "commit.begun" and len(putting) == 2:
@@ -169,8 +169,8 @@ def test_two_puts_after_the_same_rebuild_one_is_refused(store: Store) -> None:
     store.rebuild_index()
     for thread in putting:
         thread.join(WAIT_SECONDS)
-    assert sorted(map(type, came), key=str) == [int, StoreLocked]
-    assert "another put is in progress" in str(next(one for one in came if isinstance(one, StoreLocked)))
+    assert sorted(map(type, outcomes), key=str) == [int, StoreLocked]
+    assert "another put is in progress" in str(next(one for one in outcomes if isinstance(one, StoreLocked)))
     assert not store._puts.at_work
     failpoints.disarm()
     assert store.put("d", CONTENT).info.version == 1
@@ -182,7 +182,7 @@ def test_close_waits_for_a_put_that_has_just_begun(store: Store) -> None:
 
     def watch(name: str) -> None:
         if name == "put.begun":
-            closing.append(beside(store.close))
+            closing.append(start_thread(store.close))
             closing[0].join(0.2)
             assert closing[0].is_alive()
 
@@ -196,9 +196,9 @@ def test_close_waits_for_a_put_that_has_just_begun(store: Store) -> None:
 def test_verify_reports_that_an_active_put_may_use_damage(store: Store) -> None:
     """Verify reports that an active put may depend on the damage that it found."""
     damaged(store)
-    came = once("put.container", lambda: (store.verify().forgotten, is_locked(store)))
+    outcomes = once("put.container", lambda: (store.verify().forgotten, is_locked(store)))
     store.put("b", random_bytes(200_000, 3))
-    assert came == [(False, True)]
+    assert outcomes == [(False, True)]
     failpoints.disarm()
     assert store.verify().forgotten
 
@@ -220,7 +220,7 @@ def test_verify_leaves_the_lock_of_a_later_put(tmp_path: Path) -> None:
 
         def watch(name: str) -> None:
             if name == "quarantine.recorded" and not putting:
-                putting.append(beside(lambda: done.extend(result.info.key for result in store.put_many(items()))))
+                putting.append(start_thread(lambda: done.extend(result.info.key for result in store.put_many(items()))))
                 assert begun.wait(WAIT_SECONDS)
 
         failpoints.arm((), watch)
@@ -242,9 +242,9 @@ def test_listing_without_index_leaves_the_lock_of_a_put(store: Store) -> None:
         shutil.rmtree(store.root / "index")
         return listed(store), is_locked(store)
 
-    came = once("commit.begun", removed)
+    outcomes = once("commit.begun", removed)
     store.put("b", CONTENT)
-    assert came == [(["a"], True)]
+    assert outcomes == [(["a"], True)]
     assert listed(store) == ["a", "b"]
     assert sound_and_listed_by_another(store) == ["a", "b", "later"]
 
@@ -259,7 +259,7 @@ def test_entries_published_during_verify_are_kept(store: Store, monkeypatch: pyt
         found = list(ids())
         if recorded and not begun.is_set():  # this listing finds the missing entries
             begun.set()
-            beside(lambda: store.put("b", content)).join(WAIT_SECONDS)
+            start_thread(lambda: store.put("b", content)).join(WAIT_SECONDS)
         return iter(found)
 
     recorded: list[str] = []
@@ -279,7 +279,7 @@ def test_closed_store_keeps_its_lock_until_a_put_ends(store: Store) -> None:
 
     def watch(name: str) -> None:
         if name == "put.container":
-            closing.append(beside(store.close))
+            closing.append(start_thread(store.close))
             closing[0].join(0.2)
             locked.append(is_locked(store))
 
@@ -317,13 +317,13 @@ def test_put_waits_for_a_repair_of_the_same_container(store: Store, number: int)
     assert store.verify().damage
     content = store.root.parent / "content"
     content.write_bytes(random_bytes(200_000, 2))
-    passed, came = [0], list[object]()
+    passed, outcomes = [0], list[object]()
 
     def put() -> None:
         try:
-            came.append(store.put("again", content).info.key)
+            outcomes.append(store.put("again", content).info.key)
         except BaseException as err:
-            came.append(err)
+            outcomes.append(err)
 
     repairing, threads = threading.get_ident(), list[threading.Thread]()
 
@@ -331,7 +331,7 @@ def test_put_waits_for_a_repair_of_the_same_container(store: Store, number: int)
         if name == "object.begun" and threading.get_ident() == repairing:
             passed[0] += 1
             if passed[0] == number:
-                threads.append(beside(put))
+                threads.append(start_thread(put))
                 threads[0].join(1.0)
 
     failpoints.arm((), watch)
@@ -340,22 +340,22 @@ def test_put_waits_for_a_repair_of_the_same_container(store: Store, number: int)
     for thread in threads:
         thread.join(WAIT_SECONDS)
     assert len(report.repaired) == 1
-    assert came == ["again"] * len(threads)
+    assert outcomes == ["again"] * len(threads)
     assert store.verify().damage == ()
 
 
 def test_repair_waits_for_a_put_in_another_thread(store: Store) -> None:
     """A repair waits for a put in another thread."""
     damaged(store)
-    came, threads = list[object](), list[threading.Thread]()
+    outcomes, threads = list[object](), list[threading.Thread]()
 
     def watch(name: str) -> None:
         if name == "put.container" and not threads:
-            threads.append(beside(lambda: came.append(store.repair())))
+            threads.append(start_thread(lambda: outcomes.append(store.repair())))
             threads[0].join(0.5)
-            assert not came
+            assert not outcomes
 
     failpoints.arm((), watch)
     store.put("other", random_bytes(100_000, 3))
     threads[0].join(WAIT_SECONDS)
-    assert isinstance(came[0], RepairReport)
+    assert isinstance(outcomes[0], RepairReport)

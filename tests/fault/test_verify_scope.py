@@ -152,18 +152,18 @@ def test_verify_command_prints_coverage_and_seed(root: Path) -> None:
     assert code == 0
     assert "drawn by --seed 3" in text
     code, text = run("--sample", "25%", "--json")
-    told = json.loads(text)
-    assert (told["ok"], told["sample"], told["containers_total"]) == (True, 0.25, len(containers(root)))
-    assert told["containers"] == round(told["containers_total"] / 4)
-    assert told["seed"] is not None
+    outcome = json.loads(text)
+    assert (outcome["ok"], outcome["sample"], outcome["containers_total"]) == (True, 0.25, len(containers(root)))
+    assert outcome["containers"] == round(outcome["containers_total"] / 4)
+    assert outcome["seed"] is not None
     flip(containers(root)[1], 300)
     _, text = run("--since", "1h", "--json")
-    told = json.loads(text)
-    assert told["ok"] is False
-    object_name = told["damage"][0]["object_name"]
+    outcome = json.loads(text)
+    assert outcome["ok"] is False
+    object_name = outcome["damage"][0]["object_name"]
     assert run("--since", "1h")[1].count(object_name) == 1  # named once, and not again in its problem
-    assert told["damage"][0]["versions"][0]["key"] == "k1"
-    assert told["since"] is not None
+    assert outcome["damage"][0]["versions"][0]["key"] == "k1"
+    assert outcome["since"] is not None
 
 
 @pytest.mark.parametrize("text", ["", "1", "yesterday", "2026-13-40", "-1h"])

@@ -23,7 +23,7 @@ from nearkin_shared.formats.retention_record import RetentionRecord, encode_rete
 from nearkin_shared.formats.tombstone import Mark, MarkKind
 from nearkin_shared.utils import failpoints
 from nearkin_shared.utils.failpoints import RETENTION_POINTS
-from tests.support.engines.power_cut import lay_tree, read_tree
+from tests.support.engines.power_cut import read_tree, write_tree
 from tests.support.fakes.clock import DAY, Clock
 from tests.support.fakes.power_loss_disk import Disk, recording
 
@@ -261,7 +261,7 @@ def test_acknowledged_extension_survives_a_power_cut(tmp_path: Path, clock: Cloc
     assert step.what == "note"
     for world, tree in enumerate(disk.worlds()):
         place = tmp_path / f"world{world}"
-        lay_tree(place, tree)
+        write_tree(place, tree)
         with open_collected(place, clock) as store, pytest.raises(RetentionActive):
             store.delete("k")
     assert world >= 0

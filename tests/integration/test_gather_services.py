@@ -17,7 +17,7 @@ from nearkin_shared.objectstore.s3 import S3ObjectStore
 from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.utils import failpoints
 from tests.support.data.stores import SMALL, settings
-from tests.support.servers.maintenance_workers import GC, Fleet, bring
+from tests.support.servers.maintenance_workers import GC, Fleet, copy_objects
 from tests.support.servers.servers import Redis
 
 YEAR = 31_536_000.0
@@ -50,7 +50,7 @@ class Deployed(Fleet):
                 content = self.contents[number] = mutate(content, number, edits=150, edit_bytes_max=40)
                 assert store.put("k", content).info.version == number
             now = store._clock() + 60
-        bring(folder / "s", elsewhere)
+        copy_objects(folder / "s", elsewhere)
         super().__init__(elsewhere, redis.url, prefix, now, CHOSEN)
         self.fill_index()
 

@@ -29,7 +29,7 @@ from nearkin_shared.objectstore.factory import with_parity
 from nearkin_shared.objectstore.s3 import S3ObjectStore
 from tests.support.checks.waiting import until
 from tests.support.data.stores import objects, settings
-from tests.support.servers.maintenance_workers import CHOSEN, Fleet, bring
+from tests.support.servers.maintenance_workers import CHOSEN, Fleet, copy_objects
 from tests.support.servers.servers import Redis
 
 YEAR = 31_536_000.0
@@ -51,7 +51,7 @@ class Deployed(Fleet):
                     store.delete("k", number - 2)
                     del self.contents[number - 2]
             now = store._clock() + YEAR
-        bring(folder / "s", elsewhere)
+        copy_objects(folder / "s", elsewhere)
         super().__init__(elsewhere, redis.url, prefix, now)
         self.fill_index()
 

@@ -34,7 +34,7 @@ from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.storage.pending_deletes import GcGeneration, PendingDeleteStore
 from nearkin_shared.types import ContainerId
 from tests.support.checks.waiting import until
-from tests.support.servers.maintenance_workers import CHOSEN, Fleet, bring
+from tests.support.servers.maintenance_workers import CHOSEN, Fleet, copy_objects
 from tests.support.servers.redis_server import RedisServer
 
 YEAR = 31_536_000.0
@@ -51,7 +51,7 @@ def deployed(folder: Path, url: str) -> Fleet:
         store.delete("a", 1)
     (folder / "objects").mkdir()
     elsewhere = LocalObjectStore(folder / "objects")
-    bring(folder / "s", elsewhere)
+    copy_objects(folder / "s", elsewhere)
     fleet = Fleet(elsewhere, url, "nk", now)
     fleet.fill_index()
     return fleet

@@ -85,7 +85,7 @@ class InProcess:
         return parse_answer(self("--json", *arguments, stdin=stdin, env=env))
 
 
-def assert_refused(done: subprocess.CompletedProcess[bytes], code: int, says: str) -> None:
+def assert_refused(done: subprocess.CompletedProcess[bytes], code: int, message: str) -> None:
     """Expect one line on stderr, nothing on stdout."""
     line = done.stderr.decode()
     assert done.returncode == code, line
@@ -93,7 +93,7 @@ def assert_refused(done: subprocess.CompletedProcess[bytes], code: int, says: st
     assert line.startswith("nearkin: ")
     assert line.count("\n") == 1
     assert line[:-1].isprintable()
-    assert says in line
+    assert message in line
 
 
 def new_store(folder: Path) -> Path:

@@ -29,17 +29,17 @@ def collect_repeatedly(store: Store, clock: Clock, rounds: int = 4) -> int:
     freed = 0
     for _ in range(rounds):
         clock.now += DAY
-        told, before = store.gc(dry_run=True), stored_bytes(store.root)
+        preview, before = store.gc(dry_run=True), stored_bytes(store.root)
         done = store.gc()
-        assert before - stored_bytes(store.root) == done.freed_bytes == told.freed_bytes
-        assert (done.versions, done.pending_delete_containers) == (told.versions, told.pending_delete_containers)
+        assert before - stored_bytes(store.root) == done.freed_bytes == preview.freed_bytes
+        assert (done.versions, done.pending_delete_containers) == (preview.versions, preview.pending_delete_containers)
         assert store.verify().damage == ()
         assert store.stats().ledger.stored_bytes == stored_bytes(store.root)
         freed += done.freed_bytes
     return freed
 
 
-_ROUND = """
+_GC_RUN = """
 import json, sys
 from nearkin_shared.utils import failpoints
 from nearkin import open_store
@@ -57,6 +57,6 @@ def kill_during_gc(root: Path, chosen: Mapping[str, Mapping[str, object]], point
     `chosen`: changes of COLLECTED. Raises: AssertionError if the process never reaches the failpoint.
     """
     assert point in POINTS
-    with process(_ROUND, root, f"{point}:{times}:kill", json.dumps(chosen)) as dying:
+    with process(_GC_RUN, root, f"{point}:{times}:kill", json.dumps(chosen)) as dying:
         dying.communicate(timeout=60)
     assert dying.returncode == -signal.SIGKILL, f"{point} was not passed {times} times"

@@ -117,11 +117,11 @@ def rows(values: str) -> Iterator[tuple[str, object, str]]:
         for key, value in node.value:
             name = f"{prefix}{key.value}"
             line, column = key.start_mark.line, key.start_mark.column
-            told = (
+            documented = (
                 _description_above(lines, line) if not lines[line][:column].strip() else ""
             )  # else it shares another value's line
-            if told:
-                yield name, yaml.safe_load(yaml.serialize(value)), told
+            if documented:
+                yield name, yaml.safe_load(yaml.serialize(value)), documented
             if isinstance(value, yaml.MappingNode):
                 yield from walk(value, f"{name}.")
 
@@ -141,12 +141,12 @@ def _description_above(lines: list[str], line: int) -> str:
 
 def undocumented_values(values: str) -> list[str]:
     """Return the values that have no description and no described parent."""
-    told = {name for name, _, _ in rows(values)}
+    documented = {name for name, _, _ in rows(values)}
 
     def walk(tree: dict[str, Any], prefix: str) -> Iterator[str]:
         for key, value in tree.items():
             name = f"{prefix}{key}"
-            if name in told:
+            if name in documented:
                 continue
             if isinstance(value, dict) and value:
                 yield from walk(value, f"{name}.")

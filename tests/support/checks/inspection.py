@@ -81,7 +81,7 @@ def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
             ids = index.container_ids().tolist() if entries else []
         finally:
             index.close()
-    condemned = PendingDeleteStore(as_set(LocalObjectStore(root), chosen)).read() if (root / "gc").is_dir() else {}
+    pending = PendingDeleteStore(as_set(LocalObjectStore(root), chosen)).read() if (root / "gc").is_dir() else {}
     directories, read = {}, copy_opener(root, chosen)
     for container, path in sorted(newest(root).items()):
         try:
@@ -98,7 +98,7 @@ def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
             if directory is None:
                 raise Violation(f"the index's {table} name container {int(row['container']):016x}, which is not there")
             there = np.diff(directory.segments.bounds) > 0 if table == "segments" else directory.chunks.there
-            entry = condemned.get(int(row["container"]))
+            entry = pending.get(int(row["container"]))
             if entry is not None and int(row["ordinal"]) in (entry.segments if table == "segments" else entry.chunks):
                 raise Violation(
                     f"the index's {table} name number {int(row['ordinal'])} of container {int(row['container']):016x}, "
@@ -117,10 +117,10 @@ def check_no_orphans(store: Store) -> None:
     The bases of a dead block are needed as long as its container exists (docs/adr/0015).
     """
     manifests = [name for name, _ in store._manifests.names()]
-    reach = LiveSet(store._containers, store._manifests, manifests)
-    there, staying = containers(store.root), set(reach.segments) | set(reach.chunks)
+    live_set = LiveSet(store._containers, store._manifests, manifests)
+    there, staying = containers(store.root), set(live_set.segments) | set(live_set.chunks)
     while True:
-        held = reach.transitive_closure(reach.chunks, staying)
+        held = live_set.transitive_closure(live_set.chunks, staying)
         wider = staying | {container for container, mask in held.items() if mask.any()}
         if wider == staying:
             break

@@ -96,8 +96,8 @@ def _apply(state: State, operation: Operation) -> list[State]:
         took_effect = state is not None
         reached: State = None
     else:
-        wanted = None if operation.expected == ABSENT else operation.expected
-        took_effect = operation.expected is None or state == wanted
+        expected_state = None if operation.expected == ABSENT else operation.expected
+        took_effect = operation.expected is None or state == expected_state
         reached = operation.value
     if operation.done is None:
         return [reached, state] if took_effect else [state]

@@ -93,10 +93,10 @@ def rows(answer: tuple[Locations, Bools]) -> list[tuple[int, int] | None]:
 
 def of_rank(index: FeatureIndex, sketch: str, rank: int, super_features: U64) -> tuple[Locations, Bools]:
     """Return (locations, found) for uint64[n] super-features of one rank."""
-    asked = np.zeros((len(super_features), rank + 1), np.uint64)
-    asked[:, rank] = super_features
-    locations, found = index.locate_ranks(sketch, asked)
-    mine = slice(rank * len(asked), None)
+    keys = np.zeros((len(super_features), rank + 1), np.uint64)
+    keys[:, rank] = super_features
+    locations, found = index.locate_ranks(sketch, keys)
+    mine = slice(rank * len(keys), None)
     return locations.take(mine), found[mine]
 
 
@@ -168,8 +168,8 @@ class IndexContract:
         index.publish(first_claims())
         index.publish(second_claims())
         pending = PendingIndex(index, samples.DOMAIN)
-        asked = np.array([[80, 71, 0], [1, 92, 0], [0, 0, 0], [82, 1, 5], [6, 7, 8]], np.uint64)
-        locations, ranks, found = pending.locate_bases(SKETCH, asked)
+        keys = np.array([[80, 71, 0], [1, 92, 0], [0, 0, 0], [82, 1, 5], [6, 7, 8]], np.uint64)
+        locations, ranks, found = pending.locate_bases(SKETCH, keys)
         assert rows((locations, found)) == [(FIRST, 1), (SECOND, 1), None, (SECOND, 2), None]
         assert ranks[found].tolist() == [0, 1, 0]
         nothing = np.zeros((0, 3), np.uint64)
@@ -185,9 +185,9 @@ class IndexContract:
         """All of a rank one behind the other."""
         index.publish(first_claims())
         index.publish(second_claims())
-        asked = np.array([[80, 71], [0, 92], [1, 0]], np.uint64)
-        assert rows(index.locate_ranks(SKETCH, asked)) == [(FIRST, 1), None, None, (FIRST, 0), (SECOND, 1), None]
-        assert rows(index.locate_ranks(OTHER_SKETCH, asked)) == [None] * 6
+        keys = np.array([[80, 71], [0, 92], [1, 0]], np.uint64)
+        assert rows(index.locate_ranks(SKETCH, keys)) == [(FIRST, 1), None, None, (FIRST, 0), (SECOND, 1), None]
+        assert rows(index.locate_ranks(OTHER_SKETCH, keys)) == [None] * 6
         assert rows(index.locate_ranks(SKETCH, np.zeros((0, 3), np.uint64))) == []
 
     # --- segments ----------------------------------------------------------------------------------------------------

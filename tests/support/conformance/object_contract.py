@@ -147,10 +147,10 @@ class ObjectStoreContract:
 
     def test_many_names_are_listed_each_once(self, objects: ObjectStore) -> None:
         """More than one page of a listing."""
-        wanted = {f"many/{number // 100:02d}/{number:04d}" for number in range(2100)}
-        for name in wanted:
+        expected = {f"many/{number // 100:02d}/{number:04d}" for number in range(2100)}
+        for name in expected:
             objects.put_new(name, b"x")
-        assert Counter(name for name, _ in objects.names("many")) == Counter(wanted)
+        assert Counter(name for name, _ in objects.names("many")) == Counter(expected)
 
     def test_deleted_object_can_be_put_again(self, objects: ObjectStore) -> None:
         """Deleting a missing object succeeds: a maintenance worker repeats itself."""

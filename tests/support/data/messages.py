@@ -34,10 +34,10 @@ def mark_known(batch: SegmentBatch, known_every: int = 3) -> FreshBatch:
     """Return the batch with every `known_every`-th chunk known."""
     stage = DedupStage()
     segments = FoundLocations(Locations.empty(batch.segments), np.zeros(batch.segments, np.bool_))
-    wanted = stage.reads(batch, LookupResults(segments=segments))
-    assert wanted is not None
-    assert wanted.names is not None
-    found = np.arange(len(wanted.names)) % known_every == 1
+    request = stage.reads(batch, LookupResults(segments=segments))
+    assert request is not None
+    assert request.names is not None
+    found = np.arange(len(request.names)) % known_every == 1
     locations = Locations(np.where(found, 99, 0).astype(np.uint64), np.arange(len(found), dtype=np.uint32))
     return stage.decide(batch, LookupResults(segments=segments, chunks=FoundLocations(locations, found)))
 
@@ -45,13 +45,13 @@ def mark_known(batch: SegmentBatch, known_every: int = 3) -> FreshBatch:
 def pair(fresh: FreshBatch) -> PairedBatch:
     """Return the batch with bases for every other fresh chunk."""
     stage = ResemblanceStage(with_changes(Settings(), {"features": {"algorithm": "odess"}}))
-    wanted = stage.reads(fresh, LookupResults())
-    assert wanted is not None
-    assert wanted.super_features is not None
+    request = stage.reads(fresh, LookupResults())
+    assert request is not None
+    assert request.super_features is not None
     count = len(fresh.fresh)
     found = np.arange(count) % 2 == 0
     where = Locations(np.where(found, 5, 0).astype(np.uint64), np.arange(count, dtype=np.uint32))
-    bases = FoundBases(wanted.super_features, where, np.zeros(count, np.uint8), found)
+    bases = FoundBases(request.super_features, where, np.zeros(count, np.uint8), found)
     return stage.decide(fresh, LookupResults(bases=bases))
 
 

@@ -103,9 +103,9 @@ def rest_container() -> bytes:
     blocks = [None, None, None, encode_block(text, container_layout.RAW, 0, packer)]
     blocks.append(encode_block(noise(8, "delta"), container_layout.XDELTA3, 1, packer))
     lengths[kept] = whole.chunks.lengths[kept]
-    there = lengths > 0
+    has_content = lengths > 0
     chunks = ChunkTable(
-        names=np.where(there[:, None], whole.chunks.names, np.uint8(0)),
+        names=np.where(has_content[:, None], whole.chunks.names, np.uint8(0)),
         lengths=lengths,
         blocks=np.array([3, 0, 0, 4, 0, 0], np.uint32),
         positions=np.zeros(6, np.uint32),

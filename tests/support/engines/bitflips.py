@@ -52,14 +52,14 @@ class Result:
     flips: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
     missed: list[str] = field(default_factory=list)
-    healed: int = 0
+    repaired: int = 0
     seconds: float = 0.0
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(self.by_kind.items()))
         summary = f"{self.flips - len(self.missed):,} of {self.flips:,} flips detected and named ({kinds})"
         if self.parity != "none":
-            summary += f"; {self.healed:,} read through and repaired by {self.parity}"
+            summary += f"; {self.repaired:,} read through and repaired by {self.parity}"
         return f"{summary}; seed {self.seed}, {self.seconds:.0f} s"
 
 
@@ -207,19 +207,19 @@ def _one(root: Path, before: Mapping[str, bytes], name: str, at: int, bit: int, 
     data = bytearray(before[name])
     data[at] ^= 1 << bit
     (root / name).write_bytes(data)
-    what, heals = f"{name} byte {at} bit {bit}", result.parity != "none" and kind_of(name) != "condemned"
+    what, is_repaired = f"{name} byte {at} bit {bit}", result.parity != "none" and kind_of(name) != "condemned"
     try:
         named, wrong = bench.damaged_names(), bench.wrong()
         if named != {name}:
             result.missed.append(f"{what}: verify names {sorted(named)}")
-        elif heals:
+        elif is_repaired:
             bench.repair(name)
             if wrong:
                 result.missed.append(f"{what}: not read: {sorted(wrong)}")
             elif (root / name).read_bytes() != before[name]:
                 result.missed.append(f"{what}: not repaired")
             else:
-                result.healed += 1
+                result.repaired += 1
     except (AssertionError, NearkinError) as err:
         result.missed.append(f"{what}: {type(err).__name__}: {err}")
     (root / name).write_bytes(before[name])

@@ -96,9 +96,9 @@ class Chaos:
         for special in ("kafka", "kafka", "redis-flush", "redis-kill", "s3"):
             events.insert(self._random.randrange(len(events) + 1), special)
         for position, victim in enumerate(events):
-            wanted = position * self.report.blobs // (len(events) + 1)
+            next_puts = position * self.report.blobs // (len(events) + 1)
             waited = time.monotonic()
-            while self._promises.done < wanted and time.monotonic() - waited < 10:
+            while self._promises.done < next_puts and time.monotonic() - waited < 10:
                 time.sleep(0.05)
             self.report.kills[victim] = self.report.kills.get(victim, 0) + 1
             if victim in VICTIMS:

@@ -35,7 +35,19 @@ from nearkin_shared.utils import failpoints
 from nearkin_shared.utils.frozen import frozen
 from tests.support.data.stores import ENCRYPTED, settings
 from tests.support.engines.crash_child import CHOSEN, GATHERING, START, content, work
-from tests.support.engines.model import Break, Call, Delete, Forget, Gc, Mend, Oracle, Put, Rebuild, Undelete, Violation
+from tests.support.engines.model import (
+    Break,
+    Call,
+    Delete,
+    Forget,
+    Gc,
+    Oracle,
+    Put,
+    Rebuild,
+    Repair,
+    Undelete,
+    Violation,
+)
 
 KEYS = ("a", "b", "ключ/🔑")
 LIVE_VERSIONS_MAX = 14
@@ -120,7 +132,7 @@ class Campaign:
         self._all_points = self._points = tuple(points)
         self._plant = plant
         self._last = ""
-        self._typical = dict.fromkeys(points, 2)
+        self._passings = dict.fromkeys(points, 2)
         self.outcome = Outcome(seed)
 
     def run(self, kills: int, progress: Callable[[Outcome], None] | None = None) -> Outcome:
@@ -216,18 +228,18 @@ class Campaign:
                 if self._draw.random() < 0.5 and shadow.live:  # repairs the content that it stores again
                     again = shadow.contents[self._draw.choice(sorted(shadow.live))]
                     add(Put(((self._draw.choice(KEYS), again),)))
-                add(Mend(broken))
+                add(Repair(broken))
             case _:
                 add(Rebuild(lost=self._draw.random() < 0.5))
                 add(put(1))
-        count = self._draw.randint(1, max(1, self._typical[point]))
+        count = self._draw.randint(1, max(1, self._passings[point]))
         return Chosen(tuple(calls), failpoints.ArmedFailpoint(point, count, "kill")), number
 
     def _point(self) -> str:
         """Choose a failpoint: half of the time among those met least often, as some are hard to reach."""
-        beside_older = [point for point in ("gc.renewed", "gc.replaced") if point in self._points]
-        if self._last in ("compact.put", "compact.renewed") and beside_older and self._draw.random() < 0.8:
-            return self._draw.choice(beside_older)  # only where a GC run died between two generations
+        older_exists = [point for point in ("gc.renewed", "gc.replaced") if point in self._points]
+        if self._last in ("compact.put", "compact.renewed") and older_exists and self._draw.random() < 0.8:
+            return self._draw.choice(older_exists)  # only where a GC run died between two generations
         least = min(self.outcome.by_point.get(point, 0) for point in self._points)
         rare = [point for point in self._points if self.outcome.by_point.get(point, 0) <= least + 1]
         return self._draw.choice(rare if self._draw.random() < 0.5 else self._points)
@@ -262,9 +274,9 @@ class Campaign:
             os.close(read)
             self._in_child(root, oracle, plan, write)
         os.close(write)
-        said = _read(read, child)
+        messages = _read(read, child)
         _, status = os.waitpid(child, 0)
-        self._follow(oracle, said, status, root, plan)
+        self._follow(oracle, messages, status, root, plan)
 
     def _in_child(self, root: Path, oracle: Oracle, plan: Chosen | None, write: int) -> None:
         code = 1
@@ -273,7 +285,7 @@ class Campaign:
             if self._plant is not None:
                 self._plant()
             calls, armed = (None, None) if plan is None else (plan.calls, plan.armed)
-            work(root, oracle, calls, armed, self._settings, lambda *said: _send(write, said))
+            work(root, oracle, calls, armed, self._settings, lambda *messages: _send(write, messages))
             code = 0
         except Violation as err:
             _send(write, ("violation", str(err)))
@@ -283,13 +295,13 @@ class Campaign:
             os._exit(code)
 
     def _follow(
-        self, oracle: Oracle, said: list[tuple[object, ...]], status: int, root: Path, plan: Chosen | None
+        self, oracle: Oracle, messages: list[tuple[object, ...]], status: int, root: Path, plan: Chosen | None
     ) -> None:
         outcome = self.outcome
-        begun = [repr(more[0]) for what, *more in said if what == "begin"]
+        begun = [repr(more[0]) for what, *more in messages if what == "begin"]
         self._journal({"child": outcome.children, "begun": begun, "status": status})
         outcome.children += 1
-        for what, *more in said:
+        for what, *more in messages:
             match what:
                 case "settled":
                     settled = more[0]
@@ -303,7 +315,7 @@ class Campaign:
                     outcome.calls += 1
                 case "passings":
                     assert isinstance(more[0], dict)
-                    self._typical.update(more[0])
+                    self._passings.update(more[0])
                 case _:
                     outcome.violations.append(f"{root}, {plan}: {more[0]}")
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and plan is not None and plan.armed:
@@ -321,7 +333,7 @@ def _shadow(oracle: Oracle) -> Oracle:
         oracle.undelete_seconds,
         dict(oracle.contents),
         dict(oracle.until),
-        set(oracle.gone),
+        set(oracle.collected),
         dict(oracle.deleted_by),
         calls=oracle.calls,
     )
@@ -340,8 +352,8 @@ def _is_passed(point: str, chosen: Settings) -> bool:
     return {"ledger": has_ledger, "merge": merges, "parity": has_parity}.get(group, True)
 
 
-def _send(write: int, said: tuple[object, ...]) -> None:
-    data = pickle.dumps(said)
+def _send(write: int, messages: tuple[object, ...]) -> None:
+    data = pickle.dumps(messages)
     os.write(write, len(data).to_bytes(4, "little") + data)
 
 
@@ -350,11 +362,11 @@ def _read(read: int, child: int) -> list[tuple[object, ...]]:
     import select
 
     deadline, data = time.monotonic() + CHILD_SECONDS_MAX, bytearray()
-    said: list[tuple[object, ...]] = []
+    messages: list[tuple[object, ...]] = []
     while True:
         if not select.select([read], [], [], max(0.0, deadline - time.monotonic()))[0]:
             os.kill(child, signal.SIGABRT)
-            said.append(("violation", f"hung for {CHILD_SECONDS_MAX} s"))
+            messages.append(("violation", f"hung for {CHILD_SECONDS_MAX} s"))
             break
         piece = os.read(read, 1 << 16)
         if not piece:
@@ -363,9 +375,9 @@ def _read(read: int, child: int) -> list[tuple[object, ...]]:
     os.close(read)
     at = 0
     while at + 4 <= len(data) and at + 4 + (length := int.from_bytes(data[at : at + 4], "little")) <= len(data):
-        said.append(pickle.loads(data[at + 4 : at + 4 + length]))
+        messages.append(pickle.loads(data[at + 4 : at + 4 + length]))
         at += 4 + length
-    return said
+    return messages
 
 
 _IMPORTED_BEFORE_FORKS = (

@@ -33,10 +33,10 @@ from tests.support.engines.model import (
     Delete,
     Forget,
     Gc,
-    Mend,
     Oracle,
     Put,
     Rebuild,
+    Repair,
     Undelete,
     Violation,
     check_bytes,
@@ -92,7 +92,7 @@ def work(
         inspection.check_index_names_only_what_is_there(root, chosen)
     with open_store(root, settings=chosen, clock=lambda: oracle.now, create=True) as store:
         if oracle.broken is not None:
-            mend(store, oracle.broken)
+            repair_damage(store, oracle.broken)
             oracle.broken = None
         oracle.settle(inspection.inspect(store))
         check_bytes(_restore(store, oracle), {version: content(oracle.contents[version]) for version in oracle.live})
@@ -127,8 +127,8 @@ def possible(oracle: Oracle, call: Call) -> bool:
         case Delete():
             return bool(oracle.hidden_versions(call))
         case Undelete():
-            return bool(oracle.coming(call))
-        case Mend():
+            return bool(oracle.list_restorable(call))
+        case Repair():
             return oracle.broken is not None
     return True
 
@@ -158,8 +158,8 @@ def perform(store: Store, call: Call) -> None:
                 store.rebuild_index()
         case Break():
             _break(store, call)
-        case Mend(broken):
-            mend(store, broken)
+        case Repair(broken):
+            repair_damage(store, broken)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -185,10 +185,10 @@ def _break(store: Store, call: Break) -> None:
     at = draw.randrange(len(data))
     if path in inspection.newest(root).values():  # of an older generation any bit: it may be damaged already
         blocks = decode_container(inspection.copy_opener(store.root, store.settings)(path), path.name).blocks
-        there = np.flatnonzero(blocks.raw).tolist()
-        if not there:
+        raw_blocks = np.flatnonzero(blocks.raw).tolist()
+        if not raw_blocks:
             return
-        block = draw.choice(there)
+        block = draw.choice(raw_blocks)
         at = int(blocks.offsets[block]) + draw.randrange(int(blocks.stored[block]))
         if _is_sealed(store.settings):
             at = HEAD.size + at // PAGE_BYTES * STRIDE_BYTES + at % PAGE_BYTES
@@ -202,7 +202,7 @@ def _break(store: Store, call: Break) -> None:
         store.verify()
 
 
-def mend(store: Store, broken: Break) -> None:
+def repair_damage(store: Store, broken: Break) -> None:
     """Repair from the copy, or from all content ever put; then require that nothing is damaged.
 
     A copy of a container that was rewritten since is of no use. Content repairs no manifest, nor a container whose

@@ -36,7 +36,7 @@ from nearkin_shared.storage.manifests import ManifestStore
 from tests.support.checks import inspection
 from tests.support.data.stores import containers, flip, manifests, settings
 from tests.support.engines import crash, crash_child, power_cut
-from tests.support.engines.model import DAY, Break, Mend, Violation
+from tests.support.engines.model import DAY, Break, Repair, Violation
 
 KILLS_MAX = 60
 SEEDS = (6, 2, 1)
@@ -162,7 +162,7 @@ def hunt_repair(folder: Path, plant: Plant) -> None:
         for draw in range(6):
             broken = Break(draw, manifest=False, verify=True, by_copy=False, contents=6)
             crash_child.perform(store, broken)
-            crash_child.perform(store, Mend(broken))
+            crash_child.perform(store, Repair(broken))
         inspection.check_index_is_the_one_a_rebuild_makes(store)
 
 

@@ -244,11 +244,11 @@ def _list_versions(client: httpx.Client, prefix: str) -> set[tuple[str, int]]:
     while True:
         page = client.get("/v1/blobs", params={"prefix": prefix, "versions": "all", "limit": PAGE, "after": after})
         page.raise_for_status()
-        said = page.json()
-        found |= {(blob["key"], blob["version"]) for blob in said["blobs"]}
-        if said["next"] is None:
+        listing = page.json()
+        found |= {(blob["key"], blob["version"]) for blob in listing["blobs"]}
+        if listing["next"] is None:
             return found
-        after = said["next"]
+        after = listing["next"]
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:

@@ -21,16 +21,16 @@ from nearkin_shared.errors import StoreLocked
 from tests.support.engines.model import DAY, Violation
 from tests.support.engines.races import Scene, at_each_step, scene
 
-BESIDE_BYTES, GOING_BYTES = 40_000, 60_000
+NEIGHBOUR_BYTES, DEAD_BYTES = 40_000, 60_000
 
 
 def _contents() -> tuple[bytes, bytes, bytes]:
-    left, right = random_bytes(BESIDE_BYTES, 11), random_bytes(BESIDE_BYTES, 12)
-    going = text_like(GOING_BYTES, 13)
+    left, right = random_bytes(NEIGHBOUR_BYTES, 11), random_bytes(NEIGHBOUR_BYTES, 12)
+    dead = text_like(DEAD_BYTES, 13)
     return (
-        left + going + right,
-        left + random_bytes(GOING_BYTES, 14) + right,
-        left + mutate(going, 15, edits=20) + right,
+        left + dead + right,
+        left + random_bytes(DEAD_BYTES, 14) + right,
+        left + mutate(dead, 15, edits=20) + right,
     )
 
 
@@ -47,7 +47,7 @@ def neighbours(folder: Path) -> Scene:
         if not store.gc_state().pending_delete_containers:
             raise Violation("nothing is pending delete: the scene tests nothing")
         made.now += 2 * DAY
-    made.wanted = {("k", 2): second}
+    made.expected = {("k", 2): second}
     return made
 
 
@@ -62,14 +62,14 @@ def _collect(_: Scene, store: Store) -> None:
 
 def _put_dependent(made: Scene, store: Store) -> None:
     third = _contents()[2]
-    made.wanted["k", store.put("k", third).info.version] = third
+    made.expected["k", store.put("k", third).info.version] = third
 
 
 def put_during_gc(folder: Path, every: int = 1) -> int:
     """Put data that depend on dead chunks, with the store's lock, by the same Store, at each step of a GC run."""
 
     def first(made: Scene, store: Store) -> None:
-        made.wanted["a", store.put("a", b"takes the lock").info.version] = b"takes the lock"
+        made.expected["a", store.put("a", b"takes the lock").info.version] = b"takes the lock"
         _read(made, store)
 
     return at_each_step(folder, _collect, _put_dependent, every=every, make=neighbours, first=first)

@@ -80,13 +80,13 @@ class Break:
 
 
 @frozen
-class Mend:
+class Repair:
     """A repair of all planted damage."""
 
     broken: Break
 
 
-Call = Put | Delete | Undelete | Forget | Gc | Rebuild | Break | Mend
+Call = Put | Delete | Undelete | Forget | Gc | Rebuild | Break | Repair
 
 
 @frozen
@@ -112,12 +112,12 @@ class Oracle:
     """Content number of each version ever committed."""
     until: dict[Version, float] = field(default_factory=dict)
     """Times up to which deleted versions can be undeleted."""
-    gone: set[Version] = field(default_factory=set)
+    collected: set[Version] = field(default_factory=set)
     """Collected versions: their numbers stay in use."""
     deleted_by: dict[Version, int] = field(default_factory=dict)
     """Number of the call that deleted each version, 0 for a Forget."""
     in_flight: Call | None = None
-    may_go: frozenset[int] | None = None
+    may_be_deleted: frozenset[int] | None = None
     """Containers that the GC run in flight may delete: pending delete since an earlier run, with the grace over."""
     containers: frozenset[int] = frozenset()
     """Containers that existed before the call in flight."""
@@ -130,7 +130,7 @@ class Oracle:
     @property
     def live(self) -> set[Version]:
         """Return the versions that a reader must see."""
-        return self.contents.keys() - self.until.keys() - self.gone
+        return self.contents.keys() - self.until.keys() - self.collected
 
     def versions(self, key: str) -> list[Version]:
         """Return a key's live versions, oldest first."""
@@ -152,7 +152,7 @@ class Oracle:
         keys = {key for key, _ in self.live}
         return [found for key in sorted(keys) for found in self.versions(key)[: -call.keep]]
 
-    def coming(self, call: Undelete) -> list[Version]:
+    def list_restorable(self, call: Undelete) -> list[Version]:
         """Return the versions that an undeletion restores, oldest first; none if the model cannot know."""
         if call.version is not None:
             found = (call.key, call.version)
@@ -170,7 +170,7 @@ class Oracle:
         self.now += 1  # no two calls have the same time
         if isinstance(call, Gc):
             self.now += call.days * DAY
-            self.may_go = due
+            self.may_be_deleted = due
         if isinstance(call, Break):
             self.broken = call
         self.in_flight, self.containers = call, containers
@@ -184,18 +184,18 @@ class Oracle:
             case Delete() | Forget() as call:
                 self._hide(call, self.hidden_versions(call))
             case Undelete() as call:
-                for version in self.coming(call):
+                for version in self.list_restorable(call):
                     del self.until[version]
-            case Mend():
+            case Repair():
                 self.broken = None
             case Gc():
                 ended = self.ended_versions
-                self.gone |= ended
+                self.collected |= ended
                 for version in ended:
                     del self.until[version]
             case _:
                 pass
-        self.in_flight, self.may_go = None, None
+        self.in_flight, self.may_be_deleted = None, None
 
     def _hide(self, call: Delete | Forget, versions: list[Version]) -> None:
         self.until |= dict.fromkeys(versions, self.now + self.undelete_seconds)
@@ -206,11 +206,11 @@ class Oracle:
         if self.in_flight is not None:
             self._settle(self.in_flight, seen)
             self.check_containers(seen.containers)
-            self.in_flight, self.may_go = None, None
+            self.in_flight, self.may_be_deleted = None, None
         _equal("versions listed", seen.live, self.live)
-        bring_back = self.until.keys() - self.ended_versions
-        _within("deleted versions listed", seen.deleted, bring_back, set(self.until))
-        _within("manifests", seen.manifests, self.live | bring_back, self.live | set(self.until))
+        restorable = self.until.keys() - self.ended_versions
+        _within("deleted versions listed", seen.deleted, restorable, set(self.until))
+        _within("manifests", seen.manifests, self.live | restorable, self.live | set(self.until))
 
     def _settle(self, call: Call, seen: Seen) -> None:
         match call:
@@ -220,51 +220,51 @@ class Oracle:
                     if version in seen.live:
                         self.contents[version] = content
             case Delete() | Forget():
-                going = self.hidden_versions(call)
-                hidden = [version for version in going if version not in seen.live]
+                targets = self.hidden_versions(call)
+                hidden = [version for version in targets if version not in seen.live]
                 newest = self.versions(call.key)[-1] if isinstance(call, Delete) else None
-                if newest in hidden and len(hidden) < len(going):
-                    raise Violation(f"{newest}: its deletion came before that of {set(going) - set(hidden)}")
+                if newest in hidden and len(hidden) < len(targets):
+                    raise Violation(f"{newest}: its deletion came before that of {set(targets) - set(hidden)}")
                 self._hide(call, hidden)
             case Undelete():
-                coming = self.coming(call)
-                back = [version for version in coming if version in seen.live]
-                if back and coming[-1] not in back:
-                    raise Violation(f"{back}: restored before {coming[-1]}, which is newer")
-                for version in back:
+                candidates = self.list_restorable(call)
+                restored = [version for version in candidates if version in seen.live]
+                if restored and candidates[-1] not in restored:
+                    raise Violation(f"{restored}: restored before {candidates[-1]}, which is newer")
+                for version in restored:
                     del self.until[version]
             case Gc():
                 collected = {version for version in self.ended_versions if version not in seen.deleted | seen.manifests}
-                self.gone |= collected
+                self.collected |= collected
                 for version in collected:
                     del self.until[version]
-            case Rebuild() | Break() | Mend():
+            case Rebuild() | Break() | Repair():
                 pass
 
-    def check_containers(self, there: frozenset[int]) -> None:
+    def check_containers(self, existing: frozenset[int]) -> None:
         """Check that each deleted container was pending delete since an earlier GC run, for at least the grace (I6).
 
         Raises: Violation.
         """
-        vanished = self.containers - there
-        allowed = self.may_go if self.may_go is not None else frozenset()
+        vanished = self.containers - existing
+        allowed = self.may_be_deleted if self.may_be_deleted is not None else frozenset()
         if vanished - allowed:
             names = ", ".join(f"{container:016x}" for container in sorted(vanished - allowed))
             raise Violation(f"containers {names} were deleted; no earlier GC run marked them, or not long enough ago")
 
 
-def check_bytes(found: Mapping[Version, bytes], wanted: Mapping[Version, bytes]) -> None:
+def check_bytes(found: Mapping[Version, bytes], expected: Mapping[Version, bytes]) -> None:
     """Compare restored bytes. Raises Violation naming the version."""
-    for version, data in wanted.items():
+    for version, data in expected.items():
         if found.get(version) != data:
             raise Violation(
                 f"{version}: restored {len(found.get(version, b''))} bytes that are not the {len(data)} put"
             )
 
 
-def _equal(what: str, seen: frozenset[Version], wanted: set[Version]) -> None:
-    if seen != wanted:
-        raise Violation(f"{what}: lost {sorted(wanted - seen)}, from nowhere {sorted(seen - wanted)}")
+def _equal(what: str, seen: frozenset[Version], expected: set[Version]) -> None:
+    if seen != expected:
+        raise Violation(f"{what}: lost {sorted(expected - seen)}, from nowhere {sorted(seen - expected)}")
 
 
 def _within(what: str, seen: frozenset[Version], least: set[Version], most: set[Version]) -> None:

@@ -159,24 +159,24 @@ def container_before_index() -> None:
     """Delete a container before the index forgets it."""
     real = nearkin_maintenance.gc.sweep.GcExecutor.sweep
 
-    class Late:
-        def __init__(self, index: Any, said: list[Any]) -> None:
-            self._index, self._said = index, said
+    class DelayedIndex:
+        def __init__(self, index: Any, rows: list[Any]) -> None:
+            self._index, self._calls = index, rows
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._index, name)
 
-        def withdraw(self, *said: Any) -> None:
-            self._said.append(said)
+        def withdraw(self, *rows: Any) -> None:
+            self._calls.append(rows)
 
     def sweep(self: Any, plan: Any) -> Any:
-        said: list[Any] = []
-        with _other_index(self.concurrent_writes, lambda index: Late(index, said)):
-            gone = real(self, plan)
-        for forgotten in said:
+        rows: list[Any] = []
+        with _other_index(self.concurrent_writes, lambda index: DelayedIndex(index, rows)):
+            removed = real(self, plan)
+        for forgotten in rows:
             with self.concurrent_writes.exclusive() as index:
                 index.withdraw(*forgotten)
-        return gone
+        return removed
 
     _patch(nearkin_maintenance.gc.sweep.GcExecutor, "sweep", sweep)
 
@@ -213,18 +213,18 @@ def pending_delete_still_found() -> None:
     """Leave data pending delete in the index."""
     real: Any = nearkin_maintenance.gc.sweep.GcExecutor.mark_for_deletion
 
-    class Keeps:
+    class KeepingIndex:
         def __init__(self, index: Any) -> None:
             self._index = index
 
         def __getattr__(self, name: str) -> Any:
             return (lambda *_: None) if name == "withdraw" else getattr(self._index, name)
 
-    def condemn(self: Any, plan: Any, record: Any, before: Any) -> Any:
-        with _other_index(self.concurrent_writes, Keeps):
+    def mark_all(self: Any, plan: Any, record: Any, before: Any) -> Any:
+        with _other_index(self.concurrent_writes, KeepingIndex):
             return real(self, plan, record, before)
 
-    _patch(nearkin_maintenance.gc.sweep.GcExecutor, "mark_for_deletion", condemn)
+    _patch(nearkin_maintenance.gc.sweep.GcExecutor, "mark_for_deletion", mark_all)
 
 
 def deletes_in_same_run() -> None:
@@ -246,7 +246,7 @@ def grace_ignored() -> None:
 def older_generation_first() -> None:
     """Remove a container in a compaction before its next generation exists."""
 
-    def anew(self: Any, container: Any, left: Any, make: Any) -> bool:
+    def rewrite(self: Any, container: Any, left: Any, make: Any) -> bool:
         data = make()
         generation = self.store.containers.generation(container)
         with self.concurrent_writes.exclusive() as index:
@@ -258,7 +258,7 @@ def older_generation_first() -> None:
         self.totals.rewritten += 1
         return True
 
-    _patch(nearkin_maintenance.gc.sweep.GcExecutor, "_rewrite", anew)
+    _patch(nearkin_maintenance.gc.sweep.GcExecutor, "_rewrite", rewrite)
 
 
 def number_given_again() -> None:
@@ -306,7 +306,7 @@ def exclusive_section_without_lock() -> None:
     """Run the step of a GC run without a lock, and without waiting for puts."""
 
     @contextmanager
-    def turn(self: LocalIndex, wait_seconds: float) -> Iterator[LmdbIndex]:
+    def exclusive_section(self: LocalIndex, wait_seconds: float) -> Iterator[LmdbIndex]:
         if self._states.is_locked:
             yield self._opened()
             return
@@ -319,7 +319,7 @@ def exclusive_section_without_lock() -> None:
             if self._states.is_step:
                 self._states.apply(IndexEvent.UNLOCKED)
 
-    _patch(LocalIndex, "exclusive", turn)
+    _patch(LocalIndex, "exclusive", exclusive_section)
 
 
 def delta_not_verified() -> None:
@@ -349,15 +349,15 @@ def directory_unchecked() -> None:
 
 def block_number_given_again() -> None:
     """Reuse in a compaction the number of a deleted block."""
-    laying = nearkin_maintenance.optimize.block_writer.BlockWriter
-    real = laying.write_raw
+    writer = nearkin_maintenance.optimize.block_writer.BlockWriter
+    real = writer.write_raw
 
     def raw(self: Any, new: Any, directory: Any, rows: Any) -> None:
-        laid = [number for number, block in enumerate(new._blocks) if block is not None]
-        new._next = max(laid, default=-1) + 1
+        used = [number for number, block in enumerate(new._blocks) if block is not None]
+        new._next = max(used, default=-1) + 1
         real(self, new, directory, rows)
 
-    _patch(laying, "write_raw", raw)
+    _patch(writer, "write_raw", raw)
 
 
 def scrub_skips_a_container() -> None:
@@ -427,11 +427,11 @@ def _other_index(since: Any, other: Callable[[Any], Any]) -> Iterator[None]:
     real = since.exclusive
 
     @contextmanager
-    def turn() -> Iterator[Any]:
+    def exclusive_section() -> Iterator[Any]:
         with real() as index:
             yield other(index)
 
-    since.exclusive = turn
+    since.exclusive = exclusive_section
     try:
         yield
     finally:

@@ -93,7 +93,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "recheck-skipped": Bug(
         "due data are deleted without another check", "I6", "races", mutants.recheck_skipped,
-        detectors.hunt_races(races.manifest_away),
+        detectors.hunt_races(races.lose_manifest),
     ),
     "condemned-still-a-hit": Bug(
         "the index keeps entries pending delete", "I6", "crash", mutants.pending_delete_still_found,
@@ -175,7 +175,7 @@ BUGS: Mapping[str, Bug] = {
 
 def hunt(name: str, bug: Bug, folder: Path) -> tuple[str, str]:
     """Return ("caught" or "missed", the violation), from a child of this process, which has not opened a store yet."""
-    said = folder / f"{name}.json"
+    message = folder / f"{name}.json"
     child = os.fork()
     if not child:
         outcome = MISSED, "nothing"
@@ -188,10 +188,10 @@ def hunt(name: str, bug: Bug, folder: Path) -> tuple[str, str]:
         except BaseException as err:
             outcome = MISSED, f"the engine broke: {type(err).__name__}: {err}"
         finally:
-            said.write_text(json.dumps(outcome))
+            message.write_text(json.dumps(outcome))
             os._exit(0)
     os.waitpid(child, 0)
-    found: tuple[str, str] = tuple(json.loads(said.read_text()))
+    found: tuple[str, str] = tuple(json.loads(message.read_text()))
     return found
 
 
@@ -199,8 +199,8 @@ def hunt_all(names: Sequence[str], folder: Path) -> Iterator[tuple[str, str, str
     """Yield (name, "caught" or "missed", the violation, seconds) for each of the named mistakes."""
     for name in names:
         started = time.perf_counter()
-        outcome, said = hunt(name, BUGS[name], folder)
-        yield name, outcome, said, time.perf_counter() - started
+        outcome, message = hunt(name, BUGS[name], folder)
+        yield name, outcome, message, time.perf_counter() - started
 
 
 @click.command()
@@ -214,8 +214,8 @@ def main(names: tuple[str, ...], folder: Path | None) -> None:
         raise click.UsageError(f"no such bug: {', '.join(sorted(unknown))}; choose of {', '.join(BUGS)}")
     missed = []
     with tempfile.TemporaryDirectory(prefix="nearkin-planted-", dir=folder) as place:
-        for name, outcome, said, seconds in hunt_all(names or tuple(BUGS), Path(place)):
-            click.echo(f"{name}\t{BUGS[name].engine}\t{outcome}\t{seconds:.1f} s\t{' '.join(said.split())[:300]}")
+        for name, outcome, message, seconds in hunt_all(names or tuple(BUGS), Path(place)):
+            click.echo(f"{name}\t{BUGS[name].engine}\t{outcome}\t{seconds:.1f} s\t{' '.join(message.split())[:300]}")
             if outcome != CAUGHT:
                 missed.append(name)
     if missed:

@@ -26,7 +26,16 @@ from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.private_files import FILE_MODE
 from tests.support.checks import inspection
 from tests.support.data.stores import ENCRYPTED, settings
-from tests.support.engines.crash_child import CHOSEN, GATHERING, START, content, copies_of, mend, perform, possible
+from tests.support.engines.crash_child import (
+    CHOSEN,
+    GATHERING,
+    START,
+    content,
+    copies_of,
+    perform,
+    possible,
+    repair_damage,
+)
 from tests.support.engines.model import (
     DAY,
     Break,
@@ -34,10 +43,10 @@ from tests.support.engines.model import (
     Delete,
     Forget,
     Gc,
-    Mend,
     Oracle,
     Put,
     Rebuild,
+    Repair,
     Undelete,
     Violation,
     check_bytes,
@@ -71,7 +80,7 @@ _BROKEN = Break(1, manifest=False, verify=True, by_copy=False, contents=4)
 
 
 def _repaired(broken: Break, point: str, changes: Mapping[str, Mapping[str, object]] | None = None) -> Workload:
-    return Workload((*_STEPS, broken), (Mend(broken),), changes or {}, (point,))
+    return Workload((*_STEPS, broken), (Repair(broken),), changes or {}, (point,))
 
 
 _TWO = Put((("a", 0), ("b", 1)))
@@ -99,7 +108,7 @@ WORKLOADS: Mapping[str, Workload] = {
     "repair from parity": _repaired(_BROKEN, "repair.replaced", PARITY),
     "repair of a manifest": _repaired(replace(_BROKEN, manifest=True), "repair.replaced"),
     "put that repairs": Workload(
-        (*_STEPS, _BROKEN), (Put((("b", 0), ("b", 3))), Mend(_BROKEN)), passes=("repair.put",)
+        (*_STEPS, _BROKEN), (Put((("b", 0), ("b", 3))), Repair(_BROKEN)), passes=("repair.put",)
     ),
     "gathering": Workload((*_STEPS, Put((("a", 6),))), (Gc(2),), GATHERING, ("merge.container",)),
     "recompression": Workload(_STEPS, (Gc(2),), passes=("recompress.container",)),
@@ -212,7 +221,7 @@ def explore(folder: Path, workload: Workload, *, chosen: Settings = CHOSEN) -> E
     for number, step in enumerate([Step("note"), *steps]):
         explored.steps[step.what] = explored.steps.get(step.what, 0) + 1
         if step.what == "note":
-            match step.said:
+            match step.event:
                 case ("begin", begun):
                     before.begin(*begun)
                     state += 1
@@ -254,7 +263,7 @@ def _try_world(
     place = folder / "world"
     for left in (place, copies_of(place)):
         shutil.rmtree(left, ignore_errors=True)
-    lay_tree(place, tree, index)
+    write_tree(place, tree, index)
     if (folder / KEPT).is_dir():
         shutil.copytree(folder / KEPT, copies_of(place))
     _check(place, oracle, chosen, workload)
@@ -276,7 +285,7 @@ def describe_tree(tree: Mapping[str, bytes | None]) -> str:
     )
 
 
-def lay_tree(place: Path, tree: Mapping[str, bytes | None], index: bytes | None = None) -> None:
+def write_tree(place: Path, tree: Mapping[str, bytes | None], index: bytes | None = None) -> None:
     """Make a folder with the files of a tree, and with its index, if any."""
     place.mkdir(parents=True)
     for path, data in sorted(tree.items()):
@@ -300,7 +309,7 @@ def _check(place: Path, oracle: Oracle, chosen: Settings, workload: Workload) ->
         with open_store(place, settings=chosen, clock=lambda: oracle.now, create=True) as store:
             again = oracle.in_flight
             if oracle.broken is not None:
-                mend(store, oracle.broken)
+                repair_damage(store, oracle.broken)
                 oracle.broken = None
             _compare(store, oracle)
             for call in (again, *workload.calls[-1:]):  # the interrupted call, or the last, can be repeated

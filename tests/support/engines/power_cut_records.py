@@ -14,7 +14,7 @@ from pathlib import Path
 from nearkin_shared.errors import NearkinError
 from nearkin_shared.utils.frozen import frozen
 from tests.support.engines.model import Violation
-from tests.support.engines.power_cut import ExplorationResult, describe_tree, lay_tree, read_tree, world_key
+from tests.support.engines.power_cut import ExplorationResult, describe_tree, read_tree, world_key, write_tree
 from tests.support.fakes.power_loss_disk import Disk, Step, recording
 
 Results = Mapping[str, object]
@@ -48,7 +48,7 @@ def explore_records(folder: Path, workload: RecordWorkload) -> ExplorationResult
     seen: set[bytes] = set()
     for number, step in enumerate([Step("note"), *steps]):
         explored.steps[step.what] = explored.steps.get(step.what, 0) + 1
-        match step.said:
+        match step.event:
             case ("begin", str(name)):
                 begun = name
             case ("done", str(name), result):
@@ -62,11 +62,11 @@ def explore_records(folder: Path, workload: RecordWorkload) -> ExplorationResult
                 continue
             seen.add(key)
             explored.worlds += 1
-            place = folder / "world"
-            shutil.rmtree(place, ignore_errors=True)
-            lay_tree(place, tree)
+            world = folder / "world"
+            shutil.rmtree(world, ignore_errors=True)
+            write_tree(world, tree)
             try:
-                _check(place, workload, done, begun)
+                _check(world, workload, done, begun)
             except (AssertionError, NearkinError) as err:
                 raise Violation(
                     f"power cut after step {number} ({step.what} {step.path or step.file or ''}), {begun or 'nothing'} "
@@ -86,8 +86,8 @@ def _record(root: Path, workload: RecordWorkload) -> list[Step]:
         return layer.steps
 
 
-def _check(place: Path, workload: RecordWorkload, done: Results, begun: str | None) -> None:
-    workload.check(place, done, begun)
+def _check(world: Path, workload: RecordWorkload, done: Results, begun: str | None) -> None:
+    workload.check(world, done, begun)
     if begun is not None:
-        again = {**done, begun: workload.actions[begun](place, done)}
-        workload.check(place, again, None)
+        again = {**done, begun: workload.actions[begun](world, done)}
+        workload.check(world, again, None)

@@ -35,12 +35,12 @@ from tests.support.engines.model import DAY, Violation
 
 HELD_SECONDS_MAX = 2.0
 """Time after which a call that waits for the held one continues after it."""
-IN_TURN_SECONDS = 0.2
+EXCLUSIVE_SECONDS = 0.2
 """Within an exclusive section of a GC run writers wait for its end; readers and deletions do not."""
-NOBODY_COMES_BY = frozenset({"index.writing", "object.folder-made"})
+UNRACED_STEPS = frozenset({"index.writing", "object.folder-made"})
 """Steps at which LMDB's only writer is held, or the lock of a folder that is being made: the other call would wait."""
 STEPS_MAX = 500
-ROUNDS_AFTER = 4
+GC_RUNS_AFTER = 4
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Scene:
 
     root: Path
     now: float = START
-    wanted: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    expected: dict[tuple[str, int], bytes] = field(default_factory=dict)
 
     def open(self) -> Store:
         """Open the store with the scene's clock."""
@@ -57,8 +57,8 @@ class Scene:
 
     def check(self, store: Store) -> None:
         """Raise Violation if an expected version does not restore, now or after later GC runs, or sums drift."""
-        for number in range(ROUNDS_AFTER):
-            for (key, version), data in self.wanted.items():
+        for number in range(GC_RUNS_AFTER):
+            for (key, version), data in self.expected.items():
                 try:
                     if store.get(key, version).read() != data:
                         raise Violation(f"{(key, version)}: other bytes, {number} GC runs later")
@@ -67,9 +67,9 @@ class Scene:
             damage = store.verify().damage
             if damage:
                 raise Violation(f"{number} GC runs later verify names {damage[0]}")
-            counted, there = store.stats().ledger.stored_bytes, stored_bytes(self.root)
-            if counted != there:
-                raise Violation(f"{number} GC runs later {counted} bytes are counted, and {there} are stored")
+            counted, stored = store.stats().ledger.stored_bytes, stored_bytes(self.root)
+            if counted != stored:
+                raise Violation(f"{number} GC runs later {counted} bytes are counted, and {stored} are stored")
             self.now += 2 * DAY
             store.gc()
         check_index_is_the_one_a_rebuild_makes(store)
@@ -87,7 +87,7 @@ def scene(folder: Path) -> Scene:
         store.delete("u", 1)
         store.gc()
         made.now += 2 * DAY
-    made.wanted = {("a", 2): content(3), ("u", 2): content(2)}
+    made.expected = {("a", 2): content(3), ("u", 2): content(2)}
     return made
 
 
@@ -106,11 +106,11 @@ def at_each_step(
     """
     step = 1
     while step < STEPS_MAX:
-        place = folder / f"step-{step}"
-        made = make(place)
+        step_folder = folder / f"step-{step}"
+        made = make(step_folder)
         if not _held_at(made, step, held, other, first):
             return step - 1
-        shutil.rmtree(place)
+        shutil.rmtree(step_folder)
         step += every
     raise AssertionError(f"more than {STEPS_MAX} steps")
 
@@ -135,14 +135,14 @@ def _held_at(
 
     def watch(name: str) -> None:
         with main:
-            if threads or name in NOBODY_COMES_BY:
+            if threads or name in UNRACED_STEPS:
                 return
             names.append(name)
             if len(names) != step:
                 return
             threads.append(thread := threading.Thread(target=run, args=(store,)))
         thread.start()
-        thread.join(IN_TURN_SECONDS if store._index.crossing.is_exclusive_here else HELD_SECONDS_MAX)
+        thread.join(EXCLUSIVE_SECONDS if store._index.crossing.is_exclusive_here else HELD_SECONDS_MAX)
 
     with made.open() as store:
         first(made, store)
@@ -173,7 +173,7 @@ def put_while_collecting(folder: Path, every: int = 1) -> int:
 
     def other(made: Scene, store: Store) -> None:
         data = content(1) + content(6)
-        made.wanted["new", store.put("new", data).info.version] = data
+        made.expected["new", store.put("new", data).info.version] = data
 
     return at_each_step(folder, lambda _, store: store.gc(), other, every=every)
 
@@ -186,7 +186,7 @@ def collect_while_putting(folder: Path, every: int = 1) -> int:
         store.put("new", data)
 
     def other(made: Scene, store: Store) -> None:
-        made.wanted["new", 1] = data
+        made.expected["new", 1] = data
         for _ in range(3):
             made.now += 2 * DAY
             for collecting in (store, made.open()):
@@ -205,16 +205,16 @@ def collect_while_putting(folder: Path, every: int = 1) -> int:
 
 def _undeleted_late(made: Scene, store: Store) -> None:
     """Undelete a version whose window is over, by a clock that was set back."""
-    back = 2 * DAY - 3600
-    made.now -= back
+    offset = 2 * DAY - 3600
+    made.now -= offset
     try:
         store.undelete("u", 1)
     except NotFound:
         pass
     else:
-        made.wanted["u", 1] = content(1) + content(0)
+        made.expected["u", 1] = content(1) + content(0)
     finally:
-        made.now += back
+        made.now += offset
 
 
 def undelete_while_collecting(folder: Path, every: int = 1) -> int:
@@ -244,9 +244,9 @@ def delete_while_putting(folder: Path, every: int = 1) -> int:
 
     def other(made: Scene, store: Store) -> None:
         store.delete("a")
-        made.wanted.pop(("a", 2))
+        made.expected.pop(("a", 2))
         if all((entry.key, entry.version) != ("a", 3) for entry in store.list_deleted()):
-            made.wanted["a", 3] = data
+            made.expected["a", 3] = data
 
     return at_each_step(folder, held, other, every=every)
 
@@ -302,26 +302,26 @@ def _commit(root: Path, size_bytes: int) -> None:
         return
 
 
-def manifest_away(folder: Path) -> int:
+def lose_manifest(folder: Path) -> int:
     """Lose a manifest and the index, let a GC run mark its data, restore it: the next run retains the data."""
     made = scene(folder)
     with made.open() as store:
         data = content(4) + content(7)
-        made.wanted["k", store.put("k", data).info.version] = data
+        made.expected["k", store.put("k", data).info.version] = data
         (path,) = [made.root / name for name, _ in store._manifests.names() if store._manifests.read(name).key == "k"]
         away = folder / "away"
         path.rename(away)
         store.rebuild_index()  # else the index lists the version, and each GC run refuses to start
         made.now += 2 * DAY
-        condemned = store.gc().pending_delete_containers
-        if not condemned:
+        pending = store.gc().pending_delete_containers
+        if not pending:
             raise Violation("nothing is pending delete: the scene tests nothing")
         away.rename(path)
         made.now += 2 * DAY
         store.gc()
         store.rebuild_index()
         made.check(store)
-    return condemned
+    return pending
 
 
 SLEEPER = """
@@ -353,13 +353,13 @@ def stopped_writer(folder: Path, point: str = "object.synced", count: int = 2) -
                     except StoreLocked:
                         continue
                     raise Violation("another writer took the store of a writer that sleeps")
-                for (key, version), data in made.wanted.items():
+                for (key, version), data in made.expected.items():
                     if store.get(key, version).read() != data:
                         raise Violation(f"{(key, version)}: other bytes while a writer sleeps")
             os.kill(writer.pid, signal.SIGCONT)
-            said, _ = writer.communicate(timeout=60)
+            output, _ = writer.communicate(timeout=60)
         finally:
             writer.kill()
-    made.wanted["new", int(said)] = content(1) + content(6)
+    made.expected["new", int(output)] = content(1) + content(6)
     with made.open() as store:
         made.check(store)

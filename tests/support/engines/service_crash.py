@@ -193,15 +193,15 @@ class Deaths:
 def main(kills: int, seed: int | None, folder: Path | None) -> None:
     """Kill services at failpoints, and check that all acknowledged versions exist, once, and no others."""
     seed = random.SystemRandom().randrange(1 << 31) if seed is None else seed
-    place = Path(tempfile.mkdtemp(prefix="nearkin-deaths-", dir=folder))
-    report = Deaths(place, seed, kills, click.echo).run()
+    work_folder = Path(tempfile.mkdtemp(prefix="nearkin-deaths-", dir=folder))
+    report = Deaths(work_folder, seed, kills, click.echo).run()
     click.echo(json.dumps(asdict(report), indent=1, ensure_ascii=False))
     met = sum(kind != "elsewhere" for kind in report.kills)
     click.echo(f"{sum(report.kills.values())} deaths at {met} points; {len(report.problems)} problems")
     if report.problems:  # keep the data for inspection
-        click.echo(f"seed {seed}, {place}: {report.problems[0]}", err=True)
+        click.echo(f"seed {seed}, {work_folder}: {report.problems[0]}", err=True)
         sys.exit(1)
-    shutil.rmtree(place)
+    shutil.rmtree(work_folder)
 
 
 if __name__ == "__main__":

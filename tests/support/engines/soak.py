@@ -59,15 +59,15 @@ def soak(
     click.echo(f"seed {seed}, {kills} kills over {len(chosen)} failpoints")
     record = RunRecord(runs, seed, {"kills": kills, "points": list(chosen)})
     click.echo(f"run {record.folder}")
-    place = Path(tempfile.mkdtemp(prefix="nearkin-soak-", dir=folder))
-    campaign = Campaign(place, seed, variants=VARIANTS, points=chosen, journal=record.append)
+    stores_folder = Path(tempfile.mkdtemp(prefix="nearkin-soak-", dir=folder))
+    campaign = Campaign(stores_folder, seed, variants=VARIANTS, points=chosen, journal=record.append)
     outcome = campaign.outcome
     try:
         outcome = campaign.run(kills, _progress)
     finally:
-        record.finish(outcome, place)
+        record.finish(outcome, stores_folder)
     click.echo(json.dumps(asdict(outcome), indent=1))
-    shutil.rmtree(place)
+    shutil.rmtree(stores_folder)
     if outcome.violations:
         click.echo(f"seed {seed}: {outcome.violations[0]}\nkept in {record.folder}", err=True)
         sys.exit(1)
@@ -107,10 +107,10 @@ def _progress(outcome: Outcome) -> None:
 
 def _power_cuts(folder: Path | None) -> None:
     for name, workload in WORKLOADS.items():
-        with tempfile.TemporaryDirectory(prefix="nearkin-torn-", dir=folder) as place:
-            explored = explore(Path(place) / "cut", workload)
-            full = fail_each(Path(place) / "full", workload, error=errno.ENOSPC)
-            bad = fail_each(Path(place) / "bad", workload, error=errno.EIO)
+        with tempfile.TemporaryDirectory(prefix="nearkin-torn-", dir=folder) as stores_folder:
+            explored = explore(Path(stores_folder) / "cut", workload)
+            full = fail_each(Path(stores_folder) / "full", workload, error=errno.ENOSPC)
+            bad = fail_each(Path(stores_folder) / "bad", workload, error=errno.EIO)
         click.echo(
             f"{name}: {explored.prefixes} prefixes, {explored.worlds} worlds; a full disk at each of {full.failures} "
             f"calls, an error at each of {bad.failures}"

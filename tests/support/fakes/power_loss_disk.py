@@ -48,7 +48,7 @@ class Step:
     file: int = 0
     data: bytes = b""
     other: str = ""
-    said: Any = None
+    event: Any = None
     failed: bool = False
 
 
@@ -74,10 +74,10 @@ class RecordingOs:
         """Return whether the call that must fail was reached."""
         return 0 < self._fail_at <= self.calls
 
-    def note(self, said: Any) -> None:
+    def note(self, event: Any) -> None:
         """Add an event of the driver to the list."""
         with self._lock:
-            self.steps.append(Step("note", said=said))
+            self.steps.append(Step("note", event=event))
 
     def _relative(self, path: str | Path) -> str:
         return str(Path(path).relative_to(self._root))

@@ -290,14 +290,14 @@ class _Handler(BaseHTTPRequestHandler):
         body = bytearray(blob.read())
         if fault == "rot" and body:
             body[len(body) // 2] ^= 1
-        told = {"Content-Type": "application/octet-stream", "ETag": etag}
+        headers_sent = {"Content-Type": "application/octet-stream", "ETag": etag}
         if status == 206:
-            told["Content-Range"] = f"bytes {start}-{stop - 1}/{info.size_bytes}"
+            headers_sent["Content-Range"] = f"bytes {start}-{stop - 1}/{info.size_bytes}"
         if fault.startswith("cut:"):
-            self._answer(status, bytes(body[: int(fault[4:])]), told, announced_bytes=len(body))
+            self._answer(status, bytes(body[: int(fault[4:])]), headers_sent, announced_bytes=len(body))
             self.close_connection = True
             return
-        self._answer(status, bytes(body), told)
+        self._answer(status, bytes(body), headers_sent)
 
     def _body(self, headers: dict[str, str]) -> Iterator[bytes]:
         if headers.get("transfer-encoding") != "chunked":

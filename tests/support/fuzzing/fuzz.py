@@ -90,11 +90,11 @@ def try_input_in_time(name: str, target: Target, data: bytes) -> bool:
     """
     try:
         signal.setitimer(signal.ITIMER_PROF, SECONDS_MAX)
-        was_taken = try_input(name, target, data)
+        is_accepted = try_input(name, target, data)
         signal.setitimer(signal.ITIMER_PROF, 0)
     except _Hangs as err:
         raise Fault(name, data, f"took more than {SECONDS_MAX} s of CPU") from err
-    return was_taken
+    return is_accepted
 
 
 def mutate_input(draw: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
@@ -136,7 +136,7 @@ def run(name: str, inputs: int, seed: int, regressions: Path | None = None) -> t
     Call it in the main thread: a signal ends an input that hangs. Raises: Fault.
     """
     target, draw = TARGETS[name], random.Random(f"{seed} {name}")
-    pool, taken, given = target.seeds(), 0, 0
+    pool, accepted, given = target.seeds(), 0, 0
     fixed = [*pool, *kept_inputs(name, regressions)]
     before = signal.signal(signal.SIGPROF, _hangs)
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -145,10 +145,10 @@ def run(name: str, inputs: int, seed: int, regressions: Path | None = None) -> t
         for number in range(len(fixed) + inputs):
             data = fixed[number] if number < len(fixed) else mutate_input(draw, draw.choice(pool), pool)
             started = time.process_time()
-            was_taken = try_input_in_time(name, target, data)
-            given, taken = given + 1, taken + was_taken
+            is_accepted = try_input_in_time(name, target, data)
+            given, accepted = given + 1, accepted + is_accepted
             # Valid inputs that take long, such as a manifest of 2^23 segments in 352 bytes, are not mutated further.
-            if was_taken and number >= len(fixed) and time.process_time() - started < CHANGED_SECONDS_MAX:
+            if is_accepted and number >= len(fixed) and time.process_time() - started < CHANGED_SECONDS_MAX:
                 pool.append(data)
                 if len(pool) > KEPT_MAX:
                     del pool[draw.randrange(len(fixed), len(pool))]
@@ -157,7 +157,7 @@ def run(name: str, inputs: int, seed: int, regressions: Path | None = None) -> t
         signal.signal(signal.SIGPROF, before)
         resource.setrlimit(resource.RLIMIT_AS, limits)
         target.close()
-    return given, taken
+    return given, accepted
 
 
 def kept_inputs(name: str, regressions: Path | None) -> Iterator[bytes]:
@@ -239,7 +239,7 @@ def main(
     for name in names or TARGETS:
         started = time.perf_counter()
         try:
-            given, taken = run(name, inputs, seed, regressions)
+            given, accepted = run(name, inputs, seed, regressions)
         except Fault as err:
             if keep is not None:
                 (keep / name).mkdir(parents=True, exist_ok=True)
@@ -247,7 +247,7 @@ def main(
             click.echo(f"seed {seed}: {err}", err=True)
             raise SystemExit(1) from err
         took = time.perf_counter() - started
-        click.echo(f"{name}: {given} inputs, {taken} taken, {took:.1f} s, {given / took:.0f} a second")
+        click.echo(f"{name}: {given} inputs, {accepted} taken, {took:.1f} s, {given / took:.0f} a second")
 
 
 if __name__ == "__main__":

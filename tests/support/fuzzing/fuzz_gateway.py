@@ -137,7 +137,7 @@ class Gateway:
 async def _call(app: Any, scope: dict[str, Any], pieces: list[Message]) -> tuple[int, dict[bytes, bytes]]:
     waiting = iter(pieces)
     answered = asyncio.Event()
-    told: dict[str, Any] = {}
+    field_value: dict[str, Any] = {}
 
     async def receive() -> Message:
         message = next(waiting, None)
@@ -148,14 +148,14 @@ async def _call(app: Any, scope: dict[str, Any], pieces: list[Message]) -> tuple
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
-            assert "status" not in told, "two answers"
-            told.update(message)
+            assert "status" not in field_value, "two answers"
+            field_value.update(message)
         elif not message.get("more_body", False):
             answered.set()
 
     await app(scope, receive, send)
     assert answered.is_set(), "no answer, or one without an end"
-    return told["status"], dict(told["headers"])
+    return field_value["status"], dict(field_value["headers"])
 
 
 def _request(data: bytes, upload: str) -> tuple[dict[str, Any], list[Message]]:
@@ -168,8 +168,8 @@ def _request(data: bytes, upload: str) -> tuple[dict[str, Any], list[Message]]:
     raw_path, _, query = sent.partition(b"?")
     headers = []
     announced: int | None = None
-    for given, _, told in (line.partition(b":") for line in lines):
-        name, value = given.strip().lower(), told.strip(b" \t")
+    for given, _, field_value in (line.partition(b":") for line in lines):
+        name, value = given.strip().lower(), field_value.strip(b" \t")
         if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value) or name in _FRAMING:
             continue
         if name == b"content-length":

@@ -103,11 +103,11 @@ def _small_container() -> bytes:
 
 def _record() -> bytes:
     some = np.array([1, 2, 3, 9], np.uint32)
-    condemned = {
+    pending = {
         5: PendingDelete(1_764_000_000_000_000, some, some[:2], True),
         9: PendingDelete(7, some[:1], some, False),
     }
-    return encode_record(3, condemned)
+    return encode_record(3, pending)
 
 
 @cache
@@ -118,8 +118,8 @@ def _messages() -> list[bytes]:
     runs = FrameRuns(payload, (BlobRun(0, 0, len(payload), True),))
     segments = ChunkerStage(Settings(), namer).decide(runs, LookupResults()).segments
     unknown = FoundLocations(Locations.empty(segments.segments), np.zeros(segments.segments, np.bool_))
-    asked = DedupStage().reads(segments, LookupResults(segments=unknown))
-    names = 0 if asked is None or asked.names is None else len(asked.names)
+    request = DedupStage().reads(segments, LookupResults(segments=unknown))
+    names = 0 if request is None or request.names is None else len(request.names)
     none = FoundLocations(Locations.empty(names), np.zeros(names, np.bool_))
     fresh = DedupStage().decide(segments, LookupResults(segments=unknown, chunks=none))
     resemblance = ResemblanceStage(Settings())

@@ -113,7 +113,7 @@ class Cluster:
         member = self.member(name)
         return member is not None and member.alive
 
-    def up(self, tell: Callable[[str], None] = lambda line: None) -> list[str]:
+    def up(self, report: Callable[[str], None] = lambda line: None) -> list[str]:
         """Start the parts that do not run, wait until all serve, and return the started ones.
 
         Raises NearkinError.
@@ -123,19 +123,19 @@ class Cluster:
             servers = self._servers()
             for name in SERVERS:
                 if not self.alive(name):
-                    tell(f"starting {name}")
+                    report(f"starting {name}")
                     servers[name].on_launch = partial(self._note, name)
                     servers[name].start().leave_to_owner()
                     started.append(name)
             self._configure(servers)
             fresh = [service for service in self.services if not self.alive(service.name)]
-            began = {service.name: self._launch(service, tell) for service in fresh}
+            began = {service.name: self._launch(service, report) for service in fresh}
             for service in fresh:
                 self._await(service, began[service.name])
                 started.append(service.name)
             return started
 
-    def down(self, tell: Callable[[str], None] = lambda line: None) -> list[str]:
+    def down(self, report: Callable[[str], None] = lambda line: None) -> list[str]:
         """Stop the running parts, the gateway first and the servers last; return the stopped ones."""
         with self._locked():
             ended = []
@@ -144,9 +144,9 @@ class Cluster:
                 if member is None:
                     continue
                 if member.alive:
-                    tell(f"ending {name}")
+                    report(f"ending {name}")
                     if not member.end():
-                        tell(f"{name} had to be killed; its log: {self.log(name)}")
+                        report(f"{name} had to be killed; its log: {self.log(name)}")
                     ended.append(name)
                 member.forget(self.folder)
             return ended
@@ -227,11 +227,11 @@ class Cluster:
             create_topics(settings)
             create_named(settings, [entry.partition("=")[0] for entry in settings.ingest.topics])
 
-    def _launch(self, service: Service, tell: Callable[[str], None]) -> int:
+    def _launch(self, service: Service, report: Callable[[str], None]) -> int:
         """Start a service; return the offset of its output in the log."""
         log = self.log(service.name)
         start = log.stat().st_size if log.exists() else 0
-        tell(f"starting {service.name}")
+        report(f"starting {service.name}")
         command = [sys.executable, "-m", service.module, "--config", str(self.config_file), *service.arguments]
         processes.launch(service.name, command, log, self.folder)
         return start

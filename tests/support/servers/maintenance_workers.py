@@ -39,7 +39,7 @@ CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}})
 GC = GcSettings(grace_seconds=3600, interval_seconds=60)
 
 
-def bring(root: Path, elsewhere: ObjectStore) -> None:
+def copy_objects(root: Path, elsewhere: ObjectStore) -> None:
     """Copy the objects of a local store to another object store."""
     for name, data in objects(root).items():
         elsewhere.put_new(name, data)
@@ -83,12 +83,12 @@ class Fleet:
     def check_index(self) -> None:
         """Assert that the index names no deleted container, and every existing one."""
         containers = self.containers(self.objects)
-        there = {container: containers.directory(container).chunks.there for container, _ in containers.ids()}
+        present = {container: containers.directory(container).chunks.there for container, _ in containers.ids()}
         for table in ("chunks", "features"):
-            for place in self.index.entries()[table].values():
-                container, ordinal = int.from_bytes(place[:8], "little"), int.from_bytes(place[8:], "little")
-                assert there[ContainerId(container)][ordinal], table
-        assert {summary.container for summary in self.index.containers()} == there.keys()
+            for location in self.index.entries()[table].values():
+                container, ordinal = int.from_bytes(location[:8], "little"), int.from_bytes(location[8:], "little")
+                assert present[ContainerId(container)][ordinal], table
+        assert {summary.container for summary in self.index.containers()} == present.keys()
 
     def tenants(self) -> DomainOwners:
         """Return the existing tenants."""
@@ -123,10 +123,10 @@ class Fleet:
 def main(root: str, url: str, prefix: str, now: str, lease_seconds: str, armed: str) -> None:
     """Do one GC run; print the name of the error that ended it, or `done`."""
     fleet = Fleet(LocalObjectStore(Path(root)), url, prefix, float(now))
-    rounds = fleet.make_gc_worker(lease_seconds=float(lease_seconds))
+    worker = fleet.make_gc_worker(lease_seconds=float(lease_seconds))
     failpoints.arm(armed)
     try:
-        print("done" if rounds.run_once() is not None else "none")
+        print("done" if worker.run_once() is not None else "none")
     except NearkinError as err:
         print(type(err).__name__)
 

@@ -183,9 +183,9 @@ def redis_server() -> str:
 
 def main() -> int:
     """Fetch the missing programs, and print the unavailable ones; their tests are skipped, or fail in CI."""
-    wanted: dict[str, Callable[[], Path | None]] = {"Kafka": kafka_jars, "versitygw": versitygw, "helm": helm}
-    wanted["promtool"] = promtool
-    for what, fetch in wanted.items():
+    fetchers: dict[str, Callable[[], Path | None]] = {"Kafka": kafka_jars, "versitygw": versitygw, "helm": helm}
+    fetchers["promtool"] = promtool
+    for what, fetch in fetchers.items():
         began = time.monotonic()
         try:
             found = fetch()

@@ -82,14 +82,14 @@ class S3(Server):
         """Return whether it answers HTTP."""
         if self._versitygw is None:
             return accepts(self.port)
-        asked = http.client.HTTPConnection(LOOPBACK, self.port, timeout=1)
+        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=1)
         try:
-            asked.request("GET", HEALTH)
-            return asked.getresponse().status == 200
+            connection.request("GET", HEALTH)
+            return connection.getresponse().status == 200
         except OSError:
             return False
         finally:
-            asked.close()
+            connection.close()
 
     def make_bucket(self, name: str) -> str:
         """Make a bucket unless it exists; return its name."""
