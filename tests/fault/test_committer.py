@@ -71,17 +71,17 @@ class Log:
         outbox: Any = self.handler._outbox
         self.outbox: RecordingOutbox = outbox
 
-    def placed(self, number: int, sequence: int, count: int = 1) -> None:
+    def add_segments(self, number: int, sequence: int, count: int = 1) -> None:
         """Add `count` segments of blob `number`."""
         rows = np.arange(sequence, sequence + count) % len(self.stored)
         segments = self.stored.take(rows)
         lengths = np.full(count, SEGMENT_BYTES, np.uint32)
         self._add(number, Placed(envelope(number, sequence), segments, np.zeros(count, np.bool_), lengths, Ledger()))
 
-    def end(self, number: int, segments: int, size_bytes: int | None = None) -> None:
+    def add_end(self, number: int, segments: int, size_bytes: int | None = None) -> None:
         """Add the end of blob `number`; `size_bytes` is by default the sum of its segments."""
         size = segments * SEGMENT_BYTES if size_bytes is None else size_bytes
-        whole = End(envelope(number, segments), *began_of(number), size, bytes(32), None, segments)
+        whole = End(envelope(number, segments), *start_of(number), size, bytes(32), None, segments)
         self._add(number, whole)
 
     def _add(self, number: int, message: Placed | End) -> None:
@@ -116,7 +116,7 @@ def envelope(number: int, sequence: int) -> Envelope:
     return Envelope(blob_of(number), "t", f"k{number}", sequence * SEGMENT_BYTES, sequence)
 
 
-def began_of(number: int) -> tuple[int, bytes]:
+def start_of(number: int) -> tuple[int, bytes]:
     return BEGAN_US, blob_of(number)
 
 
@@ -136,7 +136,7 @@ def log(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     made.index.close()
 
 
-def later(log: Log, seconds: float) -> None:
+def advance_clock(log: Log, seconds: float) -> None:
     """Advance the clock of pending blobs."""
     for blob in log.handler._open.values():
         blob.last_seen -= seconds
@@ -147,13 +147,13 @@ def test_blob_with_messages_of_another_tenant_makes_no_version(log: Log) -> None
 
     Its version would name segments of another domain, or take the end of another tenant's blob (I9).
     """
-    log.placed(1, 0)
-    whole = End(replace(envelope(1, 1), tenant="other"), *began_of(1), SEGMENT_BYTES, bytes(32), None, 1)
+    log.add_segments(1, 0)
+    whole = End(replace(envelope(1, 1), tenant="other"), *start_of(1), SEGMENT_BYTES, bytes(32), None, 1)
     log._add(1, whole)
     log._add(1, replace(whole, envelope=replace(whole.envelope, tenant="t", key="k2")))
     log._add(1, replace(whole, envelope=replace(whole.envelope, key="k3"), failure="another tenant's"))
     assert log.read() == {"k3": "failed"}
-    log.end(1, 1)
+    log.add_end(1, 1)
     assert log.read(4) == {"k3": "failed", "k1": "committed"}
     assert (log.manifests.versions("t", "k1"), log.manifests.versions("other", "k1")) == ([1], [])
 
@@ -161,11 +161,11 @@ def test_blob_with_messages_of_another_tenant_makes_no_version(log: Log) -> None
 def test_offset_with_copy_in_another_partition_advances(log: Log) -> None:
     """A copy of a record in another partition does not delay the offset of its own."""
     log.handler.on_assigned(1, "")
-    log.placed(1, 0)
+    log.add_segments(1, 0)
     log.handler.handle([replace(log.records[0], partition=1)])
     log.read()
     log.handler.on_dropped(1)  # to another committer; the blob's messages of partition 0 stay
-    log.end(1, 1)
+    log.add_end(1, 1)
     assert log.read(1) == {"k1": "committed"}
     assert log.committable() == 2
 
@@ -180,8 +180,8 @@ def test_version_refused_by_the_index_is_reported_committed(
     _, versions = log.index._home(log.index.epochs.current, "t")
     with redis_client.Redis.from_url(server.url) as client:
         client.set(versions, b"not a sorted set")
-    log.placed(1, 0)
-    log.end(1, 1)
+    log.add_segments(1, 0)
+    log.add_end(1, 1)
     assert log.read() == {"k1": "committed"}
     assert log.manifests.versions("t", "k1") == [1]
     assert log.outbox.events[-1]["version"] == 1
@@ -193,12 +193,12 @@ def test_version_refused_by_the_index_is_reported_committed(
 def test_error_after_the_manifest_is_a_dead_letter(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unforeseen error after the manifest yields a dead letter, and the version is committed."""
 
-    def surprise(*_: object) -> None:
+    def fail_unexpectedly(*_: object) -> None:
         raise RuntimeError("unforeseen")
 
-    monkeypatch.setattr(RedisIndex, "commit", surprise)
-    log.placed(1, 0)
-    log.end(1, 1)
+    monkeypatch.setattr(RedisIndex, "commit", fail_unexpectedly)
+    log.add_segments(1, 0)
+    log.add_end(1, 1)
     assert log.read() == {"k1": "committed"}
     assert len(log.outbox.letters) == 1
 
@@ -208,15 +208,15 @@ def test_end_read_again_without_segments_is_committed(log: Log) -> None:
 
     Offsets advance record by record: a blob in between delays the end, not the records before it.
     """
-    log.placed(1, 0)
-    log.placed(2, 0)
-    log.end(1, 1)
+    log.add_segments(1, 0)
+    log.add_segments(2, 0)
+    log.add_end(1, 1)
     assert log.read() == {"k1": "committed"}
     start = log.committable()
     assert start == 1
     log.begin()
     log.read(start)
-    later(log, 1 + committer_handler.LATE_TIMES)
+    advance_clock(log, 1 + committer_handler.LATE_TIMES)
     log.handler.idle()
     assert log.states() == {"k1": "committed", "k2": "failed"}
     assert log.manifests.versions("t", "k1") == [1]
@@ -228,8 +228,8 @@ def test_version_committed_in_time_with_late_copies_stays(log: Log, monkeypatch:
 
     The segment cannot be read by then: that is damage, and a copy may restore it; the version must be kept.
     """
-    log.placed(1, 0)
-    log.end(1, 1)
+    log.add_segments(1, 0)
+    log.add_end(1, 1)
     assert log.read() == {"k1": "committed"}
     for name, _ in list(log.objects.names("containers")):
         log.objects.delete(name)
@@ -237,8 +237,8 @@ def test_version_committed_in_time_with_late_copies_stays(log: Log, monkeypatch:
     monkeypatch.setattr(time, "time_ns", lambda: time_ns() + hours)
     log.begin()
     assert log.read() == {"k1": "committed"}
-    log.placed(2, 0)
-    log.end(2, 1)
+    log.add_segments(2, 0)
+    log.add_end(2, 1)
     assert log.read(2)["k2"] == "failed", "a version as late as this is checked"
     assert (log.manifests.versions("t", "k1"), log.manifests.versions("t", "k2")) == ([1], [])
 
@@ -248,12 +248,12 @@ def test_version_committed_in_time_with_late_copies_stays(log: Log, monkeypatch:
 
 def test_blob_with_a_gap_waits_for_the_missing_segment(log: Log) -> None:
     """F.32: Overlapping runs hold as many segments as the end names, and one segment is still missing (I2)."""
-    log.placed(1, 0, 2)
-    log.placed(1, 1)
-    log.placed(1, 3)
-    log.end(1, 4)
+    log.add_segments(1, 0, 2)
+    log.add_segments(1, 1)
+    log.add_segments(1, 3)
+    log.add_end(1, 4)
     assert log.read() == {}
-    log.placed(1, 2)
+    log.add_segments(1, 2)
     assert log.read(4) == {"k1": "committed"}
     assert len(log.manifests.get("t", "k1", 1).segments) == 4
 
@@ -261,8 +261,8 @@ def test_blob_with_a_gap_waits_for_the_missing_segment(log: Log) -> None:
 @pytest.mark.parametrize("difference", [-1, 1])
 def test_blob_of_another_length_than_its_end_fails(log: Log, difference: int) -> None:
     """F.32: The bytes of all segments are compared with the length that the end names (I8)."""
-    log.placed(1, 0)
-    log.end(1, 1, SEGMENT_BYTES + difference)
+    log.add_segments(1, 0)
+    log.add_end(1, 1, SEGMENT_BYTES + difference)
     assert log.read() == {"k1": "failed"}
     assert log.manifests.versions("t", "k1") == []
     assert len(log.outbox.letters) == 1
@@ -270,8 +270,8 @@ def test_blob_of_another_length_than_its_end_fails(log: Log, difference: int) ->
 
 def test_version_of_missing_segments_is_refused(log: Log) -> None:
     """F.32: An index that names a container that the store lacks makes no version (I2)."""
-    log.placed(1, 0)
-    log.end(1, 1)
+    log.add_segments(1, 0)
+    log.add_end(1, 1)
     for name, _ in list(log.objects.names("containers")):
         log.objects.delete(name)
     assert log.read() == {"k1": "failed"}
@@ -285,19 +285,19 @@ def test_late_version_of_pending_delete_is_taken_back(log: Log, monkeypatch: pyt
     PendingDeleteStore(log.objects).replace({container: pending})
     hours, time_ns = int(20 * 3600e9), time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: time_ns() + hours)
-    log.placed(1, 0)
-    log.end(1, 1)
+    log.add_segments(1, 0)
+    log.add_end(1, 1)
     assert log.read() == {"k1": "failed"}
     assert log.manifests.versions("t", "k1") == []
 
 
 def test_two_uploads_of_one_key_are_two_versions(log: Log) -> None:
     """F.32: A version belongs to an upload only if it has the origin of that upload (I2)."""
-    log.placed(1, 0)
-    log.end(1, 1)
+    log.add_segments(1, 0)
+    log.add_end(1, 1)
     one, lengths = log.stored.take(slice(1)), np.full(1, SEGMENT_BYTES, np.uint32)
     log._add(2, Placed(replace(envelope(2, 0), key="k1"), one, np.zeros(1, np.bool_), lengths, Ledger()))
-    log._add(2, End(replace(envelope(2, 1), key="k1"), *began_of(2), SEGMENT_BYTES, bytes(32), None, 1))
+    log._add(2, End(replace(envelope(2, 1), key="k1"), *start_of(2), SEGMENT_BYTES, bytes(32), None, 1))
     log.read()
     assert log.manifests.versions("t", "k1") == [1, 2]
 
@@ -310,9 +310,9 @@ def test_too_many_blobs_oldest_continue(log: Log, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(committer_handler, "OPEN_BLOBS_MAX", 3)
     for sequence in range(2):
         for number in range(8):
-            log.placed(number, sequence)
+            log.add_segments(number, sequence)
     for number in range(8):
-        log.end(number, 2)
+        log.add_end(number, 2)
     log.read()
     assert Counter(log.states().values()) == {"committed": 3, "failed": 5}
     assert [log.states()[f"k{number}"] for number in range(3)] == ["committed"] * 3
@@ -328,13 +328,13 @@ def test_too_many_blobs_dead_upload_makes_room(log: Log, monkeypatch: pytest.Mon
     """If too many blobs are pending, one whose upload is dead makes room."""
     monkeypatch.setattr(committer_handler, "OPEN_BLOBS_MAX", 3)
     for number in range(3):
-        log.placed(number, 0)
+        log.add_segments(number, 0)
     log.read()
-    later(log, 1.5)
-    log.placed(0, 1)  # is alive
-    log.placed(3, 0)
-    log.end(3, 1)
-    log.end(0, 2)
+    advance_clock(log, 1.5)
+    log.add_segments(0, 1)  # is alive
+    log.add_segments(3, 0)
+    log.add_end(3, 1)
+    log.add_end(0, 2)
     assert log.read(3) == {"k1": "failed", "k3": "committed", "k0": "committed"}
     assert log.committable() == 2
 
@@ -342,11 +342,11 @@ def test_too_many_blobs_dead_upload_makes_room(log: Log, monkeypatch: pytest.Mon
 def test_too_many_records_largest_blob_fails(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """If too many records are pending, the blob with most of them fails."""
     monkeypatch.setattr(committer_handler, "RECORDS_MAX", 10)
-    log.placed(1, 0)
+    log.add_segments(1, 0)
     for sequence in range(40):
-        log.placed(2, sequence)
-    log.end(2, 40)
-    log.end(1, 1)
+        log.add_segments(2, sequence)
+    log.add_end(2, 40)
+    log.add_end(1, 1)
     assert log.read() == {"k2": "failed", "k1": "committed"}
     assert log.handler._records == 0
     assert log.committable() == len(log.records)
@@ -357,7 +357,7 @@ def test_number_of_a_lost_manifest_is_not_reused(log: Log) -> None:
     heads = VersionHeads(log.objects)
     listed = Heads({bytes.fromhex(key_digest("t", "k1")): 4})
     log.objects.put_new(heads.name(1), encode_heads(1, listed, record_key_of(log.objects)))
-    log.placed(1, 0)
-    log.end(1, 1)
+    log.add_segments(1, 0)
+    log.add_end(1, 1)
     assert log.read() == {"k1": "committed"}
     assert log.manifests.versions("t", "k1") == [5]

@@ -106,7 +106,7 @@ def test_concurrent_first_puts_commit_one(fleet: Fleet) -> None:
     def one(number: int) -> None:
         states.append(fleet.put(handlers[number], fleet.records(f"v{number}", ONLY_FIRST))["state"])
 
-    together([partial(one, number) for number in range(4)])
+    run_concurrently([partial(one, number) for number in range(4)])
     assert sorted(map(str, states)) == ["committed", "failed", "failed", "failed"]
     assert ManifestStore(fleet.objects).versions("t", "k") == [1]
     letters: list[RecordingOutbox] = [handler._outbox for handler in handlers]  # type: ignore[misc]
@@ -164,13 +164,15 @@ def test_history_of_the_committers_is_linearizable(fleet: Fleet) -> None:
         ) -> None:
             drawn = random.Random(seed * 10 + number)
             for step in range(6):
-                act(fleet, handlers[number], recorder, f"{seed}.{number}.{step}", drawn)
+                do_random_call(fleet, handlers[number], recorder, f"{seed}.{number}.{step}", drawn)
 
-        together([partial(work, number) for number in range(4)])
+        run_concurrently([partial(work, number) for number in range(4)])
         assert is_linearizable(recorder.operations, first), recorder.operations
 
 
-def act(fleet: Fleet, handler: CommitterHandler, recorder: Recorder, value: str, drawn: random.Random) -> None:
+def do_random_call(
+    fleet: Fleet, handler: CommitterHandler, recorder: Recorder, value: str, drawn: random.Random
+) -> None:
     """Do one call and record it; a version's content is its digest."""
     content, started = f"blake3:{blake3(value.encode()).hexdigest()}", recorder.start()
     match drawn.choice(["get", "create", "replace", "delete"]):
@@ -204,7 +206,7 @@ def delete(fleet: Fleet) -> bool:
     return True
 
 
-def together(works: list[Callable[[], None]]) -> None:
+def run_concurrently(works: list[Callable[[], None]]) -> None:
     """Run all at once."""
     failures: list[BaseException] = []
 

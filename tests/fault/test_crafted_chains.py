@@ -62,7 +62,7 @@ def record_leases(store: ContainerStore, monkeypatch: pytest.MonkeyPatch) -> lis
     return leased
 
 
-def on_deltas(bases: list[U8], targets: list[tuple[int, U8]]) -> bytes:
+def delta_container(bases: list[U8], targets: list[tuple[int, U8]]) -> bytes:
     """Return a container of raw bases, and targets as deltas, each on one of these."""
     whole, aims = np.concatenate(bases), np.concatenate([target for _, target in targets])
     base_lengths = np.array([len(base) for base in bases], np.uint32)
@@ -96,7 +96,7 @@ def test_base_of_many_deltas_is_read_once(tmp_path: Path, monkeypatch: pytest.Mo
     """A base is read once for all its deltas."""
     base = samples.noise(SEGMENT_BYTES_MAX, "base")
     targets = [base[start : start + 64] for start in range(0, 500 * 64, 64)]
-    store = put(tmp_path, on_deltas([base], [(0, target) for target in targets]))
+    store = put(tmp_path, delta_container([base], [(0, target) for target in targets]))
     leased, reader = record_leases(store, monkeypatch), ChunkReader(store)
     found = reader.fetch(reader.plan(rows_from(1, len(targets))))
     assert bytes(found) == b"".join(map(bytes, targets))
@@ -110,7 +110,7 @@ def test_distinct_bases_are_read_within_the_bound(
     """No more bytes of distinct bases are read together than the bound allows."""
     bases = [samples.noise(100 * KIB, f"base {number}") for number in range(9)]
     targets = [(number % 9, bases[number % 9][number * 50 :][:64]) for number in range(100)]
-    store = put(tmp_path, on_deltas(bases, targets))
+    store = put(tmp_path, delta_container(bases, targets))
     leased, reader = record_leases(store, monkeypatch), ChunkReader(store)
     monkeypatch.setattr(chunk_reader, "LEVEL_BYTES_MAX", level_bytes_max)
     found = reader.fetch(reader.plan(rows_from(0, 109)))
@@ -124,7 +124,7 @@ def test_deltas_read_repeatedly_stay_within_the_bound(tmp_path: Path, monkeypatc
     """Deltas that are requested repeatedly take no more memory than the bound."""
     base, target = samples.noise(64, "base"), samples.noise(50 * KIB, "target")
     long = [(0, base), (0, target)]
-    store = put(tmp_path, on_deltas([base], long))
+    store = put(tmp_path, delta_container([base], long))
     monkeypatch.setattr(chunk_reader, "LEVEL_BYTES_MAX", 200 * KIB)
     joined, plain = list[int](), xdelta3.decode_many
 
@@ -196,12 +196,12 @@ def lattice(width: int, is_delta: int, chunk_bytes: int) -> tuple[bytes, U8]:
 
 
 @pytest.fixture
-def walked(monkeypatch: pytest.MonkeyPatch) -> None:
+def walk_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is decoded together."""
     monkeypatch.setattr(block_decoder, "DECODED_BYTES_MAX", 1)
 
 
-@pytest.mark.usefixtures("walked")
+@pytest.mark.usefixtures("walk_chains")
 def test_base_chain_is_decoded_once_with_any_cache(tmp_path: Path) -> None:
     """Each block of a base chain is decoded once, whatever the cache holds."""
     data, content = lattice(3, 20, 1000)
@@ -212,7 +212,7 @@ def test_base_chain_is_decoded_once_with_any_cache(tmp_path: Path) -> None:
     assert store.costs.blocks_decoded == 61, "three a level, and the one that is wanted"
 
 
-@pytest.mark.usefixtures("walked")
+@pytest.mark.usefixtures("walk_chains")
 def test_read_beyond_the_decode_budget_is_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read that exceeds the decode budget is Corrupt."""
     data, _ = lattice(3, 20, 1000)
@@ -238,7 +238,7 @@ def test_batch_beyond_the_decode_budget_is_corrupt(tmp_path: Path, monkeypatch: 
     assert store.costs.blocks_decoded < 10 * KIB
 
 
-@pytest.mark.usefixtures("walked")
+@pytest.mark.usefixtures("walk_chains")
 def test_memory_for_base_chains_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory held for the blocks of base chains is bounded."""
     data, content = lattice(3, 20, 1000)

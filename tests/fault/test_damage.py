@@ -54,7 +54,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def named(root: Path, path: Path) -> str:
+def damaged_names(root: Path, path: Path) -> str:
     return str(path.relative_to(root))
 
 
@@ -62,13 +62,13 @@ def assert_verify_names(store: Store, root: Path, path: Path) -> set[tuple[str, 
     """Check that `verify` names the versions whose get fails; return the affected versions."""
     failing = find_broken(store, CONTENTS)
     damage = store.verify().damage
-    assert {d.object_name for d in damage} == {named(root, path)}
+    assert {d.object_name for d in damage} == {damaged_names(root, path)}
     assert {version for d in damage for version in d.versions} == failing
     assert all(d.object_name in d.problem or d.problem for d in damage)
     return failing
 
 
-def places(path: Path, seed: int) -> list[int]:
+def flip_positions(path: Path, seed: int) -> list[int]:
     """Header, first block, directory, footer, and some anywhere."""
     size = path.stat().st_size
     draw = random.Random(seed)
@@ -81,7 +81,7 @@ def test_flipped_bit_of_container_names_affected_versions(root: Path) -> None:
     touched: set[tuple[str, int]] = set()
     for number, path in enumerate(containers(root)):
         whole = path.read_bytes()
-        for at in places(path, number):
+        for at in flip_positions(path, number):
             flip(path, at, bit=number % 8)
             with open_store(root, settings=CHOSEN, create=True) as store:
                 failing = assert_verify_names(store, root, path)
@@ -132,7 +132,7 @@ def test_two_damaged_containers_are_both_named(root: Path) -> None:
     with open_store(root, settings=CHOSEN, create=True) as store:
         failing = find_broken(store, CONTENTS)
         damage = store.verify().damage
-        assert {d.object_name for d in damage} == {named(root, first), named(root, last)}
+        assert {d.object_name for d in damage} == {damaged_names(root, first), damaged_names(root, last)}
         assert {version for d in damage for version in d.versions} == failing
 
 
@@ -165,7 +165,7 @@ def test_flipped_bit_of_manifest_affects_its_version_alone(root: Path, version: 
         with open_store(root, settings=CHOSEN, create=True) as store:
             assert find_broken(store, CONTENTS) == {version}
             (damage,) = store.verify().damage
-            assert (damage.object_name, damage.versions) == (named(root, path), (version,)), at
+            assert (damage.object_name, damage.versions) == (damaged_names(root, path), (version,)), at
         path.write_bytes(whole)
     path.write_bytes(whole[: len(whole) // 2])
     with open_store(root, settings=CHOSEN, create=True) as store:
@@ -188,9 +188,9 @@ def test_lost_index_and_broken_manifest_leave_other_versions(root: Path) -> None
     flip(path, 50)
     shutil.rmtree(root / "index")
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert named(root, path) in store.rebuild_index().skipped
+        assert damaged_names(root, path) in store.rebuild_index().skipped
         assert find_broken(store, CONTENTS) == {("history", 3)}
-        assert {d.object_name for d in store.verify().damage} == {named(root, path)}
+        assert {d.object_name for d in store.verify().damage} == {damaged_names(root, path)}
         assert store.put("history", b"next").info.version == 6
 
 
@@ -202,7 +202,7 @@ def test_put_after_damage_uses_no_broken_base(root: Path, harm: str) -> None:
     """A put after damage uses no broken base."""
     victims = containers(root)[:-1]
     for path in victims:
-        hurt(path, harm)
+        apply_damage(path, harm)
     fresh = mutate(CONTENTS["history", 5], 77, edits=600, edit_bytes_max=20)  # no chunk as it was, each similar
     with open_store(root, settings=CHOSEN, create=True) as store:
         result = store.put("after", fresh)
@@ -213,7 +213,7 @@ def test_put_after_damage_uses_no_broken_base(root: Path, harm: str) -> None:
         assert ("after", 1) not in {version for d in store.verify().damage for version in d.versions}
 
 
-def hurt(path: Path, harm: str) -> None:
+def apply_damage(path: Path, harm: str) -> None:
     match harm:
         case "flip":
             flip(path, 40)
@@ -229,7 +229,7 @@ def hurt(path: Path, harm: str) -> None:
 def test_put_of_same_content_after_rebuild_is_whole(root: Path, harm: str) -> None:
     """After an index rebuild a put of the same content is whole again."""
     for path in containers(root):
-        hurt(path, harm)
+        apply_damage(path, harm)
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert len(store.rebuild_index().skipped) == (0 if harm == "delete" else len(containers(root)))
         versions = {}
@@ -253,15 +253,15 @@ def test_put_of_same_content_after_verify_is_whole(root: Path, harm: str) -> Non
     """After verify a put of the same content is whole without an index rebuild."""
     victims = containers(root)[1:4]
     for path in victims:
-        hurt(path, harm)
+        apply_damage(path, harm)
     with open_store(root, settings=CHOSEN, create=True) as store:
         report = store.verify()
-        assert {d.object_name for d in report.damage} == {named(root, path) for path in victims}
+        assert {d.object_name for d in report.damage} == {damaged_names(root, path) for path in victims}
         assert report.forgotten is True
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert find_broken(store, put_again(store)) == set()
         # broken blocks are repaired from chunks put again; a container without its directory has unknown chunks
-        left = set() if harm == "flip" else {named(root, path) for path in victims}
+        left = set() if harm == "flip" else {damaged_names(root, path) for path in victims}
         assert {d.object_name for d in store.verify().damage} == left
 
 
@@ -327,13 +327,13 @@ def test_broken_or_lost_manifest_hides_no_other_version(root: Path, caplog: pyte
         found = store.versions(all_versions=True, broken=reported.append, read_manifests=True)
         assert {(info.key, info.version) for info in found} == CONTENTS.keys() - {("history", 3), ("alone", 2)}
         assert {d.object_name: d.versions for d in reported} == {
-            named(root, flipped): (("history", 3),),
-            named(root, lost): (("alone", 2),),
+            damaged_names(root, flipped): (("history", 3),),
+            damaged_names(root, lost): (("alone", 2),),
         }
         assert caplog.text == ""
         without_reading: list[Damage] = []
         assert len(store.versions(all_versions=True, broken=without_reading.append)) == len(CONTENTS) - 1
-        assert [d.object_name for d in without_reading] == [named(root, lost)]
+        assert [d.object_name for d in without_reading] == [damaged_names(root, lost)]
         assert [info.key for info in store.versions()] == ["empty", "history", "mixed", "zeros"]
         assert "'alone' version 2 cannot be read" in caplog.text
         assert "'history' version 3" not in caplog.text  # only the newest is named

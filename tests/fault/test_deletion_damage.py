@@ -61,7 +61,7 @@ def content(version: int) -> bytes:
     return random.Random(version).randbytes(5000)
 
 
-def listed(store: Store) -> list[int]:
+def list_versions(store: Store) -> list[int]:
     return [info.version for info in store.versions("k", all_versions=True)]
 
 
@@ -78,7 +78,7 @@ def test_deletion_killed_at_any_step_is_the_same_to_all(root: Path, what: str, s
     died.communicate(timeout=30)
     assert died.returncode == 9
     with open_store(root, settings=CHOSEN, create=True) as store:
-        found = listed(store)
+        found = list_versions(store)
         for version in range(1, VERSIONS + 1):
             if version in found:
                 assert store.get("k", version).read() == content(version)
@@ -95,7 +95,7 @@ def test_deletion_killed_at_any_step_is_the_same_to_all(root: Path, what: str, s
         again = store.delete if what == "delete" else store.undelete
         while (deleted if what == "undelete" else found) != []:
             assert again("k") > 0
-            found, deleted = listed(store), [entry.version for entry in store.list_deleted()]
+            found, deleted = list_versions(store), [entry.version for entry in store.list_deleted()]
         assert (what == "delete") == (found == [])
         assert store.put("k", b"next").info.version == VERSIONS + 1
         assert store.verify().damage == ()
@@ -116,7 +116,7 @@ def test_lost_or_rebuilt_index_keeps_version_deleted(root: Path) -> None:
         assert len(before["marks"]) == 2
     shutil.rmtree(root / "index")
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert listed(store) == [1, 3, 4]
+        assert list_versions(store) == [1, 3, 4]
         assert [entry.version for entry in store.list_deleted()] == [2]
         assert store.stats().deleted_versions == 1
         assert store.undelete("k") == 1
@@ -136,12 +136,12 @@ def test_broken_tombstone_is_named_and_hides_its_version(root: Path) -> None:
         with open_store(root, settings=CHOSEN, create=True) as store:
             (damage,) = store.verify().damage
             assert (damage.object_name, damage.versions) == (name, (("k", 2),))
-            assert listed(store) == [1, 3, 4]
+            assert list_versions(store) == [1, 3, 4]
             with pytest.raises(Corrupt):
                 store.undelete("k", 2)
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.rebuild_index().skipped == (name,)
-        assert listed(store) == [1, 3, 4]
+        assert list_versions(store) == [1, 3, 4]
         assert store.delete("k", 3) == 1
 
 
@@ -164,9 +164,9 @@ def test_deletion_while_another_process_writes_is_refused(root: Path) -> None:
         writer.put("w", b"w")
         with pytest.raises(StoreLocked):
             store.delete("k")
-        assert listed(store) == list(range(1, VERSIONS + 1))
+        assert list_versions(store) == list(range(1, VERSIONS + 1))
         assert writer.delete("k") == VERSIONS
-        assert listed(store) == []  # readers see it at once, whatever they have open
+        assert list_versions(store) == []  # readers see it at once, whatever they have open
 
 
 def test_deletion_during_a_put_is_done(root: Path) -> None:
@@ -181,7 +181,7 @@ def test_deletion_during_a_put_is_done(root: Path) -> None:
 
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert [result.info.version for result in store.put_many(items())] == [1, VERSIONS + 1]
-        assert listed(store) == [VERSIONS + 1]
+        assert list_versions(store) == [VERSIONS + 1]
         assert store.stats().deleted_versions == VERSIONS
 
 
@@ -195,7 +195,7 @@ def test_deletion_by_tenant_deletes_its_own_versions(root: Path) -> None:
         assert store.delete("k") == 1
         assert [entry.key for entry in store.list_deleted()] == ["k"]
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert listed(store) == list(range(1, VERSIONS + 1))
+        assert list_versions(store) == list(range(1, VERSIONS + 1))
         assert store.list_deleted() == []
 
 

@@ -41,13 +41,13 @@ def root(tmp_path: Path) -> Path:
     """Return an encrypted store with the tenants acme and other."""
     generate(tmp_path / "kek")
     for tenant in ("acme", "other"):
-        with opened(tmp_path / "s", tenant) as store:
+        with open_root(tmp_path / "s", tenant) as store:
             for number in range(20):
                 store.put(f"{tenant}-{number}", tenant.encode() * 100 + bytes([number]))
     return tmp_path / "s"
 
 
-def opened(root: Path, tenant: str = "other") -> Store:
+def open_root(root: Path, tenant: str = "other") -> Store:
     storage = {"encryption": "aes-256-gcm", "key_file": str(root.parent / "kek")}
     settings = with_changes(Settings(), {"tenant": tenant, "storage": storage, "gc": {"grace_seconds": 0}})
     return open_store(root, settings=settings, create=True)
@@ -67,7 +67,7 @@ def owners(store: Store) -> set[bytes]:
 
 def test_staged_uploads_are_encrypted_by_tenant(root: Path) -> None:
     """F.26: Meta, parts, claim and end of an upload are encrypted under the tenant's keys, not under the store's."""
-    with opened(root) as store:
+    with open_root(root) as store:
         uploads = Resumable(store._covered, 10)
         partial = uploads.create(meta("acme", partial=True, length_bytes=len(CONTENT)))
         uploads.stage(partial, 0, CONTENT, tenant="acme")
@@ -83,7 +83,7 @@ def test_staged_uploads_are_encrypted_by_tenant(root: Path) -> None:
 
 def test_erasure_makes_staged_uploads_unreadable(root: Path) -> None:
     """F.26: After `keys erase` no staged byte of the tenant is read, and GC frees them; another tenant's stay."""
-    with opened(root) as store:
+    with open_root(root) as store:
         uploads = Resumable(store._covered, 10)
         numbers = {tenant: uploads.create(meta(tenant)) for tenant in ("acme", "other")}
         for tenant, number in numbers.items():
@@ -108,7 +108,7 @@ def test_erasure_makes_staged_uploads_unreadable(root: Path) -> None:
 
 def test_uploads_of_an_older_release_are_read(root: Path) -> None:
     """F.26: An upload staged under the store's key continues, is read, and expires as before."""
-    with opened(root) as store:
+    with open_root(root) as store:
         uploads = Resumable(store._covered, 10)
         number = uploads.create(meta("acme"))
         for name, _ in list(store._covered.names("uploads")):
@@ -132,7 +132,7 @@ def index_file(root: Path) -> tuple[int, bytes]:
 
 def digests(root: Path) -> list[bytes]:
     """Return fingerprints, as the index stores them, of chunks that only the tenant has."""
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         found = []
         for container, _ in store._containers.of(None).ids():
             directory = store._containers.of(None).directory(container)
@@ -146,7 +146,7 @@ def test_gc_rebuilds_the_index_after_an_erasure(root: Path) -> None:
     expected = digests(root)
     inode, before = index_file(root)
     assert any(digest in before for digest in expected)
-    with opened(root) as store:
+    with open_root(root) as store:
         store.erase_tenant("acme", 3600)
         store.gc()
         assert index_file(root)[0] == inode  # in its grace: it can be cancelled
@@ -157,7 +157,7 @@ def test_gc_rebuilds_the_index_after_an_erasure(root: Path) -> None:
     after_inode, after = index_file(root)
     assert after_inode != inode
     assert not any(digest in after for digest in expected)
-    with opened(root) as store:
+    with open_root(root) as store:
         assert store.gc().finished_erasures == 1, "reported until it is recorded as swept, minutes after its removal"
         assert index_file(root)[0] == after_inode
         store.keyring._wall_clock = lambda: time.time() + 3600
@@ -172,14 +172,14 @@ def test_gc_rebuilds_the_index_after_an_erasure(root: Path) -> None:
 @pytest.mark.parametrize("point", ["object.removed:3", "gc.marked:1", *(f"{point}:1" for point in ERASURE_POINTS)])
 def test_erasure_is_reported_by_the_run_after_a_killed_one(root: Path, point: str) -> None:
     """F.22: A run that ends before its report leaves that to the next one: erasure and remaining copies."""
-    with opened(root) as store:
+    with open_root(root) as store:
         store.erase_tenant("acme", 0)
         failpoints.arm(f"{point}:error")
         with pytest.raises(StoreUnavailable, match="failpoint"):
             store.gc()
         failpoints.disarm()
     for _ in range(2):
-        with opened(root) as store:
+        with open_root(root) as store:
             report = store.gc()
             assert report.finished_erasures == 1
             assert {"key-copies", "backups"} <= {one.place for one in report.remaining}
@@ -187,7 +187,7 @@ def test_erasure_is_reported_by_the_run_after_a_killed_one(root: Path, point: st
 
 def test_fleet_reports_an_erasure_after_runs_that_were_cut_short(root: Path, redis: Redis, key_prefix: str) -> None:
     """F.22: An erasure is recorded as swept after the run that reports it, not by one that ends before its report."""
-    with opened(root) as store:
+    with open_root(root) as store:
         store.erase_tenant("acme", 0)
         fleet = Fleet(store._covered, redis.url, key_prefix.rstrip(":"), time.time() + 3600, store.settings)
         with closing(fleet.index):
@@ -210,13 +210,13 @@ def test_fleet_reports_an_erasure_after_runs_that_were_cut_short(root: Path, red
 def test_erasure_cut_short_is_completed_by_the_next_gc(root: Path, point: str) -> None:
     """F.26: At whichever step the run that completes an erasure dies, the next run leaves nothing in the index."""
     expected = digests(root)
-    with opened(root) as store:
+    with open_root(root) as store:
         store.erase_tenant("acme", 0)
         failpoints.arm(f"{point}:1:error")
         with pytest.raises(StoreUnavailable, match="failpoint"):
             store.gc()
         assert failpoints.disarm()[point] == 1
-    with opened(root) as store:
+    with open_root(root) as store:
         store.gc()
         assert len(store.versions()) == 20
     _, after = index_file(root)
@@ -225,14 +225,14 @@ def test_erasure_cut_short_is_completed_by_the_next_gc(root: Path, point: str) -
 
 def test_part_of_another_tenant_is_refused(root: Path) -> None:
     """F.26: A part under deleted keys is damage that names the object, never another content."""
-    with opened(root) as store:
+    with open_root(root) as store:
         uploads = Resumable(store._covered, 10)
         number = uploads.create(meta("other"))
         uploads.stage(number, 0, CONTENT, tenant="acme")
         staged = uploads.load("other", number)
         for path in (root / "keys" / store.keyring.owner_of(domain_of("acme")).hex()).iterdir():
             path.unlink()
-    with opened(root) as store, pytest.raises(Corrupt, match="encrypted by key"):
+    with open_root(root) as store, pytest.raises(Corrupt, match="encrypted by key"):
         b"".join(Resumable(store._covered, 10).read(staged))
 
 

@@ -20,13 +20,13 @@ from tests.support.checks.commands import InProcess, assert_refused
 LATER = (datetime.now(UTC) + timedelta(days=30)).replace(microsecond=0)
 
 
-def chosen(root: Path, tenant: str = "other", **more: object) -> Settings:
+def settings_of(root: Path, tenant: str = "other", **more: object) -> Settings:
     storage = {"encryption": "aes-256-gcm", "key_file": str(root.parent / "kek")}
     return with_changes(Settings(), {"tenant": tenant, "storage": storage, **more})
 
 
-def opened(root: Path, tenant: str = "other", **more: object) -> Store:
-    return open_store(root, settings=chosen(root, tenant, **more), create=True)
+def open_root(root: Path, tenant: str = "other", **more: object) -> Store:
+    return open_store(root, settings=settings_of(root, tenant, **more), create=True)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def root(tmp_path: Path) -> Path:
     """Return an encrypted store with the tenants acme and other."""
     generate(tmp_path / "kek")
     for tenant in ("acme", "other"):
-        with opened(tmp_path / "s", tenant) as store:
+        with open_root(tmp_path / "s", tenant) as store:
             store.put("k", tenant.encode())
             store.put("k", tenant.encode() * 2)
     return tmp_path / "s"
@@ -47,10 +47,10 @@ def root(tmp_path: Path) -> Path:
 
 def test_erasure_of_a_retained_tenant_is_refused(root: Path) -> None:
     """F.29: `keys erase` deleted retained data silently; it names how many versions, until when, and the flag."""
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         store.retain("k", LATER, 1)
         store.retain("k", LATER - timedelta(days=1), 2)
-    with opened(root) as store:
+    with open_root(root) as store:
         match = rf"'acme': retained versions: 2, the last one until {LATER:%Y-%m-%dT%H:%M:%SZ}"
         for grace_seconds in (0, None):
             with pytest.raises(
@@ -58,7 +58,7 @@ def test_erasure_of_a_retained_tenant_is_refused(root: Path) -> None:
             ):
                 store.erase_tenant("acme", grace_seconds)
         assert store.erase_tenant("other", 0) == 1
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         assert store.get("k").read() == b"acmeacme"
         assert store.erase_tenant("acme", despite_retention=True) == 1
         assert store.erase_tenant("acme", 0) == 1  # the grace is cut short: it was decided before
@@ -69,7 +69,7 @@ def test_erasure_of_a_retained_tenant_is_refused(root: Path) -> None:
 def test_erasure_counts_the_age_of_the_settings(root: Path) -> None:
     """F.29: `retention.min_age_seconds` of the process that erases retains, too."""
     with (
-        opened(root, retention={"min_age_seconds": 86_400}) as store,
+        open_root(root, retention={"min_age_seconds": 86_400}) as store,
         pytest.raises(RetentionActive, match="retained versions: 2"),
     ):
         store.erase_tenant("acme", 0)
@@ -77,14 +77,14 @@ def test_erasure_counts_the_age_of_the_settings(root: Path) -> None:
 
 def test_erasure_refuses_retention_that_cannot_be_read(root: Path) -> None:
     """F.29: A damaged manifest may retain its version: the erasure names it and refuses."""
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         name = store._manifests.retentions.name("acme", "k", 2, 1)
         store.retain("k", LATER, 2)
     path = root / name
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with opened(root) as store:
+    with open_root(root) as store:
         with pytest.raises(RetentionActive, match=r"unreadable retention: 1 \(first: manifests/"):
             store.erase_tenant("acme", 0)
         assert store.erase_tenant("acme", 0, despite_retention=True) == 1
@@ -99,7 +99,7 @@ def test_keys_erase_of_retained_tenant_needs_a_flag(call: InProcess, root: Path)
         "NEARKIN_STORAGE__ENCRYPTION": "aes-256-gcm",
         "NEARKIN_STORAGE__KEY_FILE": str(root.parent / "kek"),
     }
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         store.retain("k", LATER, 1)
     assert_refused(call("keys", "erase", "acme", "--yes", env=environment), 1, "--despite-retention")
     output = call("keys", "erase", "acme", "--yes", "--despite-retention").stdout.decode()
@@ -130,7 +130,7 @@ def test_remaining_copies_of_services_have_times(tmp_path: Path) -> None:
 
 def test_erasure_in_services_looks_at_manifests(root: Path, call: InProcess) -> None:
     """F.29: With `object_store.url` set the command reads the manifests of the object store, and refuses alike."""
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         store.retain("k", LATER, 1)
         assert find_retained(store._covered, "acme", store.settings, LATER.timestamp() + 1).count == 0  # type: ignore[arg-type]
     environment = {

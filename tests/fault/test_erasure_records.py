@@ -39,12 +39,12 @@ def root(tmp_path: Path) -> Path:
     """Return an encrypted store with the tenants acme and other."""
     generate(tmp_path / "kek")
     for tenant in ("acme", "other"):
-        with opened(tmp_path / "s", tenant) as store:
+        with open_root(tmp_path / "s", tenant) as store:
             store.put("k", CONTENT + tenant.encode())
     return tmp_path / "s"
 
 
-def opened(root: Path, tenant: str = "other", **more: object) -> Store:
+def open_root(root: Path, tenant: str = "other", **more: object) -> Store:
     settings = with_changes(
         Settings(),
         {
@@ -65,7 +65,7 @@ def objects(root: Path) -> set[str]:
 def owner_of(root: Path, tenant: str) -> bytes:
     from nearkin_shared.fingerprints import domain_of
 
-    with opened(root) as store:
+    with open_root(root) as store:
         return store.keyring.owner_of(domain_of(tenant))
 
 
@@ -85,9 +85,9 @@ def test_gc_with_forged_erasure_frees_nothing(root: Path, forgery: str) -> None:
     path = root / fmt.erased_name(owner)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(FORGERIES[forgery](owner))
-    with opened(root, "acme") as store, pytest.raises(Corrupt, match=f"{fmt.erased_name(owner)}.*remove the file"):
+    with open_root(root, "acme") as store, pytest.raises(Corrupt, match=f"{fmt.erased_name(owner)}.*remove the file"):
         store.get("k").read()
-    with opened(root) as store:
+    with open_root(root) as store:
         for _ in range(3):
             report = store.gc()
         assert report.refused_records == 1
@@ -97,7 +97,7 @@ def test_gc_with_forged_erasure_frees_nothing(root: Path, forgery: str) -> None:
     assert before <= objects(root)
     path.unlink()
     shutil.rmtree(root / "index")
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         assert store.get("k").read() == CONTENT + b"acme"
 
 
@@ -105,12 +105,12 @@ def test_gc_with_forged_erasure_frees_nothing(root: Path, forgery: str) -> None:
 def test_verify_with_forged_erasure_checks_containers(root: Path, forgery: str) -> None:
     """F.22: Verify rejects a forged erasure record: it reads the tenant's containers and names the remedy."""
     owner = owner_of(root, "acme")
-    with opened(root) as store:
+    with open_root(root) as store:
         sound = store.verify()
     path = root / fmt.erased_name(owner)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(FORGERIES[forgery](owner))
-    with opened(root) as store:
+    with open_root(root) as store:
         report = store.verify()
         (damage,) = report.damage
         assert (report.containers, report.versions, report.erased_objects) == (sound.containers, sound.versions, 0)
@@ -124,7 +124,7 @@ def test_verify_with_forged_erasure_checks_containers(root: Path, forgery: str) 
     data = bytearray((root / harmed).read_bytes())
     data[len(data) // 2] ^= 1
     (root / harmed).write_bytes(data)
-    with opened(root) as store:
+    with open_root(root) as store:
         assert harmed in {found.object_name for found in store.verify().damage}
 
 
@@ -134,7 +134,7 @@ def test_scrub_with_forged_erasure_checks_containers(
 ) -> None:
     """F.22: A scrub believes no forged erasure record: it reads the tenant's containers and reports their damage."""
     owner = owner_of(root, "acme")
-    with opened(root) as store:
+    with open_root(root) as store:
         owners = {name: store._containers.of(None).directory(c).domain for c, name in named_containers(store)}
     (harmed,) = (name for name, domain in owners.items() if domain == domain_of("acme"))
     data = bytearray((root / harmed).read_bytes())
@@ -143,7 +143,7 @@ def test_scrub_with_forged_erasure_checks_containers(
     path = root / fmt.erased_name(owner)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(FORGERIES["wrong-mac"](owner))
-    with opened(root, scrub={"rate_bytes": "1GiB"}) as store:
+    with open_root(root, scrub={"rate_bytes": "1GiB"}) as store:
         if is_fleet:
             scrub = BackgroundScrub(store._covered, lambda: store.settings, store._fingerprinters, None)
             for _ in range(4):
@@ -170,10 +170,10 @@ def container_of(name: str) -> int:
 def test_gc_with_forged_swept_record_still_sweeps(root: Path) -> None:
     """F.22: A forged record that an erased tenant is swept does not keep its objects."""
     owner = owner_of(root, "acme")
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         store.erase_tenant("acme", 0)
     (root / fmt.swept_name(owner)).write_bytes(fmt.encode_erased(owner, 1, 1, bytes(32), swept=True))
-    with opened(root) as store:
+    with open_root(root) as store:
         store.gc()
         assert store.verify().erased_objects == 0
 
@@ -181,11 +181,11 @@ def test_gc_with_forged_swept_record_still_sweeps(root: Path) -> None:
 def test_erasure_waits_for_its_grace_and_is_counted(root: Path) -> None:
     """F.22: Within the grace the tenant is closed, nothing is removed, and a cancelled erasure leaves all readable."""
     before = objects(root)
-    with opened(root, "acme", deletion={"erase_grace_seconds": 3600}) as store:
+    with open_root(root, "acme", deletion={"erase_grace_seconds": 3600}) as store:
         assert store.erase_tenant("acme") == 1
         with pytest.raises(TenantErased):
             store.get("k")
-    with opened(root) as store:
+    with open_root(root) as store:
         for _ in range(2):
             report = store.gc()
         assert (report.pending_erasures, report.refused_records) == (1, 0)
@@ -194,7 +194,7 @@ def test_erasure_waits_for_its_grace_and_is_counted(root: Path) -> None:
         store.keyring.cancel_erasure("acme")
         with pytest.raises(NotFound):
             store.keyring.cancel_erasure("acme")
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         assert store.get("k").read() == CONTENT + b"acme"
     assert before == objects(root)
 
@@ -202,7 +202,7 @@ def test_erasure_waits_for_its_grace_and_is_counted(root: Path) -> None:
 def test_erasure_after_its_grace_removes_keys_and_objects(root: Path) -> None:
     """F.22: Once the grace is over a GC run removes the keys, then the objects; it cannot be cancelled any more."""
     owner, clock = owner_of(root, "acme"), Clock()
-    with opened(root) as store:
+    with open_root(root) as store:
         store.keyring._wall_clock = clock
         store.keyring.erase("acme", 3600)
         store.gc()
@@ -224,7 +224,7 @@ def test_erase_again_without_grace_removes_keys_at_once(root: Path) -> None:
     path = root / fmt.erased_name(owner)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"")
-    with opened(root) as store:
+    with open_root(root) as store:
         store.keyring.erase("acme", 3600)
         assert len(store.keyring.erasures()) == 1
         assert store.keyring.erasures()[0].problem is None
@@ -240,9 +240,9 @@ def test_old_erasure_record_without_keys_is_still_swept(root: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(FORGERIES["format-1"](owner))
     shutil.rmtree(root / "keys" / owner.hex())
-    with opened(root, "acme") as store, pytest.raises(TenantErased):
+    with open_root(root, "acme") as store, pytest.raises(TenantErased):
         store.get("k")
-    with opened(root) as store:
+    with open_root(root) as store:
         assert store.gc().refused_records == 0
         assert store.verify().erased_objects == 0
         assert store.verify().damage == ()
@@ -253,7 +253,7 @@ def test_cancelled_erasure_put_back_removes_nothing(root: Path, heads: str) -> N
     """F.22: A copy of a cancelled erasure record is reported and frees nothing; it blocks only where heads are lost."""
     owner, clock = owner_of(root, "acme"), Clock()
     path = root / fmt.erased_name(owner)
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         store.keyring._wall_clock = clock
         store.keyring.erase("acme", 8)
         copy = path.read_bytes()
@@ -264,32 +264,32 @@ def test_cancelled_erasure_put_back_removes_nothing(root: Path, heads: str) -> N
     if heads == "lost":
         shutil.rmtree(root / "heads" / "keys")
     for _ in range(2):
-        with opened(root) as store:
+        with open_root(root) as store:
             store.keyring._wall_clock = clock
             report = store.gc()
             assert (report.refused_records, report.finished_erasures) == (1, 0)
             assert [found.object_name for found in store.verify().damage] == [fmt.erased_name(owner)]
     assert before <= objects(root)
     if heads == "kept":
-        with opened(root, "acme") as store:
+        with open_root(root, "acme") as store:
             assert store.get("after").read() == CONTENT + b"after the cancel"
-    with opened(root) as store:
+    with open_root(root) as store:
         store.keyring._wall_clock = clock
         store.keyring.cancel_erasure("acme")
     path.write_bytes(copy)
-    with opened(root) as store:
+    with open_root(root) as store:
         store.keyring._wall_clock = clock
         assert store.gc().refused_records == 1
         store.keyring.cancel_erasure("acme")
         store.rebuild_index()
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         assert store.get("after").read() == CONTENT + b"after the cancel"
 
 
 def test_erasure_after_a_cancel_removes_keys(root: Path) -> None:
     """F.22: A tenant whose erasure was cancelled can be erased again, also after its key heads were lost."""
     owner = owner_of(root, "acme")
-    with opened(root) as store:
+    with open_root(root) as store:
         store.keyring.erase("acme", 3600)
         store.keyring.cancel_erasure("acme")
         store.keyring.erase("acme", 3600)
@@ -304,7 +304,7 @@ def test_erasure_after_a_cancel_removes_keys(root: Path) -> None:
 def test_cancel_that_dies_before_removal_has_cancelled(root: Path) -> None:
     """F.22: A cancel killed after the epoch was advanced leaves the tenant open, and its record is reported."""
     clock = Clock()
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         store.keyring._wall_clock = clock
         store.keyring.erase("acme", 8)
         arm("key.erasure-cancelled:1:error")
@@ -312,12 +312,12 @@ def test_cancel_that_dies_before_removal_has_cancelled(root: Path) -> None:
             store.keyring.cancel_erasure("acme")
         disarm()
     clock.now += 9
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         assert store.get("k").read() == CONTENT + b"acme"
-    with opened(root) as store:
+    with open_root(root) as store:
         store.keyring._wall_clock = clock
         assert store.gc().refused_records == 1
         store.keyring.cancel_erasure("acme")
         store.rebuild_index()
-    with opened(root, "acme") as store:
+    with open_root(root, "acme") as store:
         assert store.get("k").read() == CONTENT + b"acme"

@@ -32,7 +32,7 @@ def syncs_of(root: Path, action: Callable[[LocalObjectStore], None]) -> list[int
     return numbers
 
 
-def retried(layer: RecordingOs, action: Callable[[], None]) -> int:
+def retry(layer: RecordingOs, action: Callable[[], None]) -> int:
     """Repeat an action until it succeeds; return the number of failures."""
     for failures in range(3):
         try:
@@ -69,7 +69,7 @@ def test_put_after_failed_sync_is_durable(tmp_path: Path) -> None:
         root.mkdir()
         with recording(root, number, errno.EIO) as layer:
             objects = LocalObjectStore(root)
-            assert retried(layer, lambda: put(objects)) == 1  # noqa: B023
+            assert retry(layer, lambda: put(objects)) == 1  # noqa: B023
             assert objects.get(NAME) == DATA
         found = list(worlds(layer.steps))
         assert all(world.get(NAME) == DATA for world in found), f"sync at call {number}"
@@ -106,15 +106,15 @@ def test_object_that_exists_is_durable_before_it_is_reported(tmp_path: Path) -> 
 def test_delete_after_failed_sync_syncs_again(tmp_path: Path) -> None:
     """F.32: A removal that could not be made durable fails, and its repetition syncs the folder."""
 
-    def both(objects: LocalObjectStore) -> None:
+    def put_and_delete(objects: LocalObjectStore) -> None:
         put(objects)
         objects.delete(NAME)
 
-    number = syncs_of(tmp_path / "all", both)[-1]
+    number = syncs_of(tmp_path / "all", put_and_delete)[-1]
     root = tmp_path / "s"
     root.mkdir()
     with recording(root, number, errno.EIO) as layer:
         objects = LocalObjectStore(root)
         put(objects)
-        assert retried(layer, lambda: objects.delete(NAME)) == 1
+        assert retry(layer, lambda: objects.delete(NAME)) == 1
     assert layer.steps[-1] == Step("sync-folder", "containers/00")

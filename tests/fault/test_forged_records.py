@@ -35,14 +35,14 @@ NONE = np.zeros(0, np.uint32)
 WRONG_KEY = bytes(32)
 
 
-def opened(root: Path, **more: object) -> Store:
+def open_root(root: Path, **more: object) -> Store:
     chosen = with_changes(Settings(), {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}, **more})
     return open_store(root, settings=chosen, create=True)
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    with opened(tmp_path / "s") as store:
+    with open_root(tmp_path / "s") as store:
         store.put("k", CONTENT)
     return tmp_path / "s"
 
@@ -62,19 +62,19 @@ def test_gc_with_forged_mark_keeps_the_version(root: Path, data: bytes) -> None:
     """F.22: A mark that the store's key does not authenticate frees nothing; verify names it, gc counts it."""
     name = mark_name("default", "k", 1, 1)
     (root / name).write_bytes(data)
-    with opened(root) as store:
+    with open_root(root) as store:
         for _ in range(3):
             report = store.gc()
         assert (report.refused_records, report.versions, report.containers_deleted) == (1, 0, 0)
         assert name in [found.object_name for found in store.verify().damage]
     (root / name).unlink()
-    with opened(root) as store:
+    with open_root(root) as store:
         assert store.get("k").read() == CONTENT
 
 
 def test_gc_with_forged_pending_deletes_frees_nothing(root: Path) -> None:
     """F.22: A forged record of pending deletes counts as none: the data that it names wait for a grace of their own."""
-    with opened(root, gc={"grace_seconds": 3600}) as store:
+    with open_root(root, gc={"grace_seconds": 3600}) as store:
         store.delete("k")
         container = next(iter(store._containers.ids()))[0]
         record = {int(container): PendingDelete(1, NONE, NONE, True)}
@@ -90,7 +90,7 @@ def test_gc_with_forged_highest_record_names_it(root: Path) -> None:
     """F.22: A forged record of the highest number stops gc by an error that names the file and the remedy."""
     (root / "gc").mkdir(exist_ok=True)
     (root / "gc" / f"{(1 << 64) - 1:016x}.nkg").write_bytes(b"")
-    with opened(root) as store:
+    with open_root(root) as store:
         store.delete("k")
         with pytest.raises(Corrupt, match=r"gc/f{16}.nkg: invalid sequence, no record can follow it.*remove the file"):
             store.gc()
@@ -109,7 +109,7 @@ def test_verify_names_record_that_is_not_authenticated(root: Path, name: str, da
     """F.22: Verify names every record of maintenance that is not authentic."""
     (root / name).parent.mkdir(exist_ok=True)
     (root / name).write_bytes(data)
-    with opened(root) as store:
+    with open_root(root) as store:
         assert [found.object_name for found in store.verify().damage] == [name]
 
 
@@ -153,17 +153,17 @@ def test_mark_with_mac_round_trips_and_detects_changes() -> None:
 
 def test_gc_signs_marks_of_older_release_by_setting(root: Path) -> None:
     """F.22: Only gc.sign_old_records signs marks without a MAC; from then on gc frees their versions."""
-    with opened(root) as store:
+    with open_root(root) as store:
         store.put("other", b"x" * 1000)
         store.delete("k")
         name = mark_name("default", "k", 1, 1)
         mark = store._manifests.read_mark(name)
     (root / name).unlink()
     (root / name).write_bytes(encode_mark(mark))
-    with opened(root) as store:
+    with open_root(root) as store:
         assert store.gc().refused_records == 1
         assert (root / object_name("default", "k", 1)).exists()
-    with opened(root, gc={"grace_seconds": 0, "sign_old_records": True}) as store:
+    with open_root(root, gc={"grace_seconds": 0, "sign_old_records": True}) as store:
         report = store.gc()
         assert (report.refused_records, report.versions) == (0, 1)
         assert not (root / object_name("default", "k", 1)).exists()

@@ -79,8 +79,8 @@ def contents() -> dict[tuple[str, int], bytes]:
 DELETED = {("k", 1), ("k", 2), ("other", 1), ("other", 2), *(("chain", number) for number in range(1, 11))}
 
 
-def make_store(root: Path, *, rounds: int) -> float:
-    """Make a store after `rounds` GC runs; return the time of the next."""
+def make_store(root: Path, *, gc_runs: int) -> float:
+    """Make a store after `gc_runs` GC runs; return the time of the next."""
     now = START
     with open_store(root, settings=CHOSEN, clock=lambda: now, create=True) as store:
         list(store.put_many((key, content) for (key, _), content in contents().items() if key != "chain"))
@@ -90,20 +90,20 @@ def make_store(root: Path, *, rounds: int) -> float:
         for key, number in sorted(DELETED):
             store.delete(key, number)
         now += 2 * DAY
-        for _ in range(rounds):
+        for _ in range(gc_runs):
             store.gc()
             now += 2 * DAY
     return now
 
 
-def ended(root: Path, now: float) -> dict[str, bytes]:
+def finish_gc(root: Path, now: float) -> dict[str, bytes]:
     """Check a store whose GC run was cut short, complete the run, and return the remaining objects."""
     with open_store(root, settings=CHOSEN, clock=lambda: now, create=True) as store:
-        check(store)
+        check_contents(store)
         for _ in range(4):
             store.gc()
             now += 2 * DAY
-            check(store)
+            check_contents(store)
         assert store.stats().ledger.stored_bytes == sum(map(len, objects(root).values()))
         live = store._index.writable().entries()
         assert store.rebuild_index().skipped == ()
@@ -116,12 +116,12 @@ def ended(root: Path, now: float) -> dict[str, bytes]:
     return objects(root)
 
 
-def unnumbered(names: set[str]) -> list[str]:
+def normalise_names(names: set[str]) -> list[str]:
     """Leave out the number of the pending-delete record: a killed process may have used one."""
     return sorted("gc/record.nkg" if name.endswith(".nkg") else name for name in names)
 
 
-def check(store: Store) -> None:
+def check_contents(store: Store) -> None:
     assert store.verify().damage == ()
     for (key, number), content in contents().items():
         if (key, number) in DELETED:
@@ -133,8 +133,8 @@ def check(store: Store) -> None:
         assert store.get(key, number).read() == content
 
 
-def killed(tmp_path: Path, rounds: int) -> int:
-    now = make_store(tmp_path / "whole", rounds=rounds)
+def kill_at_effects(tmp_path: Path, gc_runs: int) -> int:
+    now = make_store(tmp_path / "whole", gc_runs=gc_runs)
     left = set(ended_names(tmp_path / "whole", now))
     died = 0
     seed = random.SystemRandom().randrange(1 << 32)
@@ -151,7 +151,9 @@ def killed(tmp_path: Path, rounds: int) -> int:
         chosen = [int(times) for times, _ in outcomes]
         for times in chosen if SOAK else draw.sample(chosen, min(2, len(chosen))):
             root = tmp_path / f"whole.{times}"
-            assert unnumbered(set(ended(root, now)) - containers_of_the_last_put(root)) == unnumbered(left), times
+            assert normalise_names(set(finish_gc(root, now)) - containers_of_the_last_put(root)) == normalise_names(
+                left
+            ), times
         for times in chosen:
             shutil.rmtree(tmp_path / f"whole.{times}")
         died += len(outcomes) - 1
@@ -166,15 +168,15 @@ def containers_of_the_last_put(root: Path) -> set[str]:
 def ended_names(root: Path, now: float) -> set[str]:
     shutil.copytree(root, f"{root}.0")
     copy = Path(f"{root}.0")
-    return set(ended(copy, now)) - containers_of_the_last_put(copy)
+    return set(finish_gc(copy, now)) - containers_of_the_last_put(copy)
 
 
 def test_first_gc_run_killed_anywhere_is_completed(tmp_path: Path) -> None:
     """A first GC run may be killed anywhere."""
-    assert killed(tmp_path, rounds=0) * STRIDE > 20
+    assert kill_at_effects(tmp_path, gc_runs=0) * STRIDE > 20
 
 
 @pytest.mark.soak
 def test_later_gc_run_killed_anywhere_is_completed(tmp_path: Path) -> None:
     """A later GC run may be killed anywhere."""
-    assert killed(tmp_path, rounds=1) * STRIDE > 4
+    assert kill_at_effects(tmp_path, gc_runs=1) * STRIDE > 4

@@ -77,7 +77,7 @@ while time.monotonic() < until or done < 12:  # of each key two versions are del
     done += 1
 print(done)
 """
-ROUNDS = """
+GC_RUNS = """
 freed = done = 0
 while time.monotonic() < until or ((not freed or done < 4) and time.monotonic() < until + 120):
     try:
@@ -121,7 +121,7 @@ def test_three_processes_read_put_and_collect_without_error(folder: Path) -> Non
     root = folder / "s"
     with child(FIRST, root, 0) as first:
         assert first.wait(60) == 0, first.stderr and first.stderr.read()
-    children = [child(script, root, SECONDS) for script in (READER, WRITER, ROUNDS)]
+    children = [child(script, root, SECONDS) for script in (READER, WRITER, GC_RUNS)]
     done = [one.communicate(timeout=300) for one in children]
     assert [one.returncode for one in children] == [0, 0, 0], done
     assert all(int(puts) > 3 for puts, _ in done), done
@@ -318,13 +318,13 @@ def test_data_repaired_after_the_plan_are_kept(folder: Path) -> None:
         whole = alone.read_bytes()
         flip(alone, len(whole) - 40)
 
-        def mended(name: str) -> None:
+        def is_repaired(name: str) -> None:
             if name == "gc.swept-planned":
                 alone.write_bytes(whole)
                 with open_store(store.root, settings=chosen, clock=lambda: now, create=True) as elsewhere:
                     committed.append(elsewhere.put("k", third).info.version)
 
-        failpoints.arm((), mended)
+        failpoints.arm((), is_repaired)
         try:
             store.gc()
         finally:

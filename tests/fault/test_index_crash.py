@@ -162,7 +162,7 @@ def test_ledger_that_may_crash_is_rebuilt(root: Path) -> None:
     assert find_page_damage(root / "index" / "gc" / "data.mdb") is None
 
 
-def filled(folder: Path, seed: int) -> None:
+def fill_index(folder: Path, seed: int) -> None:
     """Make an LMDB file with trees, large values and free pages, by random writes."""
     drawn = random.Random(seed)
     with lmdb.open(str(folder), max_dbs=16, map_size=1 << 26) as env:
@@ -184,7 +184,7 @@ def filled(folder: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_page_check_accepts_what_lmdb_writes(tmp_path: Path, seed: int) -> None:
     """F.27: A sound file is not reported as damaged, whatever was written and removed."""
-    filled(tmp_path, seed)
+    fill_index(tmp_path, seed)
     assert find_page_damage(tmp_path / "data.mdb") is None
 
 
@@ -200,7 +200,7 @@ def test_page_check_accepts_indexes_of_stores(root: Path) -> None:
 
 def test_page_check_finds_an_offset_beyond_the_page(tmp_path: Path) -> None:
     """F.27: Two bytes that would let LMDB read beyond the file are found."""
-    filled(tmp_path, 1)
+    fill_index(tmp_path, 1)
     damage_node_offsets(tmp_path / "data.mdb")
     assert "nodes outside its bounds" in str(find_page_damage(tmp_path / "data.mdb"))
 
@@ -208,7 +208,7 @@ def test_page_check_finds_an_offset_beyond_the_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_accepted_damage_does_not_kill_a_process(tmp_path: Path, seed: int) -> None:
     """F.27: Random damage that the check accepts is read and written in a process, which does not crash."""
-    filled(tmp_path, seed)
+    fill_index(tmp_path, seed)
     data = tmp_path / "data.mdb"
     sound, drawn = data.read_bytes(), random.Random(seed)
     heads = [page for page in range(2, len(sound) // PAGE) if sound[page * PAGE + 10] in (1, 2, 4)]

@@ -24,7 +24,7 @@ CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}, "features": {"count": 6, "s
 CONTENTS = history()
 
 
-def named(root: Path, path: Path) -> str:
+def damaged_names(root: Path, path: Path) -> str:
     return str(path.relative_to(root))
 
 
@@ -37,11 +37,11 @@ def test_verify_names_unreadable_index_and_other_damage(root: Path, kept_pages: 
     manifests(root)[0].write_bytes(b"")
     with open_store(root, settings=CHOSEN, read_only=read_only) as store:
         named_by = {d.object_name: d.problem for d in store.verify().damage}
-        assert named_by.keys() == {named(root, manifests(root)[0]), "index"}
+        assert named_by.keys() == {damaged_names(root, manifests(root)[0]), "index"}
         assert "rebuild-index" in named_by["index"]
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.rebuild_index()
-        assert {d.object_name for d in store.verify().damage} == {named(root, manifests(root)[0])}
+        assert {d.object_name for d in store.verify().damage} == {damaged_names(root, manifests(root)[0])}
 
 
 def flip_value(root: Path, table: str, at: int, bit: int) -> None:

@@ -49,7 +49,7 @@ def first(tmp_path: Path) -> Path:
     return path
 
 
-def ended_at(
+def run_until_killed(
     root: Path, first: Path, number: int, delay_seconds: float, how: signal.Signals
 ) -> tuple[dict[int, int], str]:
     """Run the writer, end it after a while; return its acknowledged numbers by version, and its error output."""
@@ -94,9 +94,9 @@ def test_put_killed_at_any_moment_is_whole_or_absent(
     draw = random.Random(seed)
     root, content = tmp_path / "store", first.read_bytes()
     known: dict[int, int] = {}
-    for round_number in range(MOMENTS if how == signal.SIGKILL else MOMENTS // 4):
-        number = 1000 * round_number
-        acknowledged, error_output = ended_at(root, first, number, draw.uniform(0.0, 0.35), how)
+    for iteration in range(MOMENTS if how == signal.SIGKILL else MOMENTS // 4):
+        number = 1000 * iteration
+        acknowledged, error_output = run_until_killed(root, first, number, draw.uniform(0.0, 0.35), how)
         if how == signal.SIGINT:
             assert error_output.rstrip().endswith("KeyboardInterrupt")
         known |= acknowledged

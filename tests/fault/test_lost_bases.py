@@ -79,7 +79,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Contents,
     return root, *put_and_collect(root)
 
 
-def joined_in_part(store: Store) -> tuple[int, int]:
+def find_partly_live_chunk(store: Store) -> tuple[int, int]:
     """Return container and block of a joined chunk of which a referring block holds only a part."""
     everyones = store._containers.of(None)
     for container, _ in everyones.ids():
@@ -140,7 +140,7 @@ def test_repair_killed_around_gc_and_rebuild_recovers(
     clock.now += 60 * DAY
     shutil.copytree(made, root)
     with open_store(root, settings=JOINING, clock=clock, create=True) as store:
-        flip_block(store, *joined_in_part(store))
+        flip_block(store, *find_partly_live_chunk(store))
         damage = store.verify().damage
         assert [one.versions for one in damage] != [()]
     files = write_files(tmp_path / "contents", every)
@@ -156,7 +156,7 @@ def test_repair_killed_around_gc_and_rebuild_recovers(
         assert find_broken(store, contents) == set()
 
 
-DEEP: Settings = settings(SMALL, {"delta": {"max_depth": 3}})
+DEPTH_SETTINGS: Settings = settings(SMALL, {"delta": {"max_depth": 3}})
 
 
 def put_versions(store: Store) -> Contents:
@@ -181,7 +181,7 @@ def lose_first_blocks(store: Store, contents: Contents) -> None:
 
 def test_repair_with_content_of_a_delta_recovers_it_alone(tmp_path: Path) -> None:
     """F.33: The base's content is not given, that of the version which depends on it is."""
-    with open_store(tmp_path / "s", settings=DEEP, create=True) as store:
+    with open_store(tmp_path / "s", settings=DEPTH_SETTINGS, create=True) as store:
         contents = put_versions(store)
         lose_first_blocks(store, contents)
         files = write_files(tmp_path / "contents", [contents["k", 3]])
@@ -194,7 +194,7 @@ def test_repair_with_content_of_a_delta_recovers_it_alone(tmp_path: Path) -> Non
 
 def test_repair_after_a_put_of_a_deltas_content_recovers_it(tmp_path: Path) -> None:
     """F.33: A put of the same content and a repair recover a version whose bases are lost."""
-    with open_store(tmp_path / "s", settings=DEEP, create=True) as store:
+    with open_store(tmp_path / "s", settings=DEPTH_SETTINGS, create=True) as store:
         contents = put_versions(store)
         lose_first_blocks(store, contents)
         store.put("again", contents["k", 3])

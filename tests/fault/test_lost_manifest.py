@@ -18,7 +18,7 @@ from tests.support.data.stores import ENCRYPTED, SMALL, containers, flip, manife
 CHOSEN = settings(SMALL, {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}})
 
 
-def without_the_newest(root: Path) -> tuple[Path, bytes]:
+def lose_newest_manifest(root: Path) -> tuple[Path, bytes]:
     """Put two versions, and lose the manifest of the second; return its path and its bytes."""
     with open_store(root, settings=CHOSEN, create=True) as store:
         store.put("a", b"one")
@@ -51,7 +51,7 @@ def test_version_with_lost_manifest_keeps_its_data(tmp_path: Path, more: Mapping
 
 def test_number_of_version_with_lost_manifest_is_not_reused(tmp_path: Path) -> None:
     """The number of a version whose manifest is lost is not reused."""
-    lost, data = without_the_newest(tmp_path / "s")
+    lost, data = lose_newest_manifest(tmp_path / "s")
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         assert store.put("a", b"three").info.version == 3
         assert [damage.versions for damage in store.verify().damage] == [(("a", 2),)]
@@ -89,7 +89,7 @@ def test_stats_of_encrypted_store_count_a_pause_as_stored(tmp_path: Path) -> Non
 
 def test_older_version_never_replaces_newest_with_lost_manifest(tmp_path: Path) -> None:
     """An older version is never returned as the newest if the newest manifest is lost."""
-    lost, data = without_the_newest(tmp_path / "s")
+    lost, data = lose_newest_manifest(tmp_path / "s")
     with open_store(tmp_path / "s", settings=CHOSEN, read_only=True) as store:
         for ask in (store.get, store.info, store.explain):
             with pytest.raises(Corrupt, match="missing, but the index lists 'a' version 2 as the newest"):

@@ -21,7 +21,7 @@ from nearkin_shared.utils.private_files import open_private
 from tests.support.data.stores import ENCRYPTED, SMALL, settings
 
 CHOSEN = settings(SMALL)
-SEALED = settings(SMALL, ENCRYPTED)
+ENCRYPTED_STORE = settings(SMALL, ENCRYPTED)
 
 LEAKING = """
 import os, sys
@@ -43,7 +43,7 @@ def files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def wide(folder: Path) -> list[str]:
+def shared_entries(folder: Path) -> list[str]:
     """Return the entries of a folder, and the folder itself, that other users than the owner may use."""
     return [str(path) for path in (folder, *folder.rglob("*")) if path.lstat().st_mode & 0o077]
 
@@ -73,23 +73,23 @@ def test_store_encrypted_leaks_nothing_into_files(tmp_path: Path) -> None:
         if marker in path.read_bytes()
     }
     assert found == set()
-    assert wide(tmp_path / "s") == []
+    assert shared_entries(tmp_path / "s") == []
 
 
 def test_index_of_other_keys_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F.1: A prefix of an encrypted index's names is answered, and an index under other keys is rebuilt."""
     root = tmp_path / "s"
-    with open_store(root, settings=SEALED, create=True) as store:
+    with open_store(root, settings=ENCRYPTED_STORE, create=True) as store:
         for key in ("a/1", "a/2", "b/1"):
             store.put(key, key.encode())
-    with open_store(root, settings=SEALED, read_only=True) as store:
+    with open_store(root, settings=ENCRYPTED_STORE, read_only=True) as store:
         assert [info.key for info in store.versions("a/")] == ["a/1", "a/2"]
         assert store._index.read(lambda index: index.versions_of("default", "b/1")) == [1]
     with lmdb.open(str(root / "index"), max_dbs=16, map_size=1 << 28) as env:
         meta = env.open_db(b"meta")
         with env.begin(write=True, db=meta) as txn:
             txn.put(b"complete", b"%dsealed 0123456789abcdef" % VERSION)
-    with open_store(root, settings=SEALED, create=True) as store:
+    with open_store(root, settings=ENCRYPTED_STORE, create=True) as store:
         assert len(store.versions()) == 3
     assert [record.message for record in caplog.records if "under other keys" in record.message]
 

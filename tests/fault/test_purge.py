@@ -53,7 +53,7 @@ def traces(root: Path) -> list[str]:
     return [str(path) for path in files if any(part in path.read_bytes() for part in parts)]
 
 
-def put_history(store: Store, clock: Clock, rounds: int) -> dict[tuple[str, int], bytes]:
+def put_history(store: Store, clock: Clock, gc_runs: int) -> dict[tuple[str, int], bytes]:
     """Put versions of which one holds the secret, and do GC runs, which merge and rebase."""
     content, contents = random_bytes(200_000, 1) + text_like(100_000, 2), {}
     for number in range(1, 9):
@@ -62,7 +62,7 @@ def put_history(store: Store, clock: Clock, rounds: int) -> dict[tuple[str, int]
         leaked = content[:150_000] + SECRET + content[150_000:]
         contents["k", number] = leaked if number == LEAKED else content
         store.put("k", contents["k", number])
-    for _ in range(rounds):
+    for _ in range(gc_runs):
         clock.now += DAY
         store.gc()
     return contents
@@ -76,13 +76,13 @@ def check_deleted(store: Store, contents: Mapping[tuple[str, int], bytes]) -> No
     inspection.check_index_is_the_one_a_rebuild_makes(store)
 
 
-@pytest.mark.parametrize("rounds", [0, 2])
+@pytest.mark.parametrize("gc_runs", [0, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_purged_version_is_in_no_file(tmp_path: Path, variant: str, rounds: int) -> None:
+def test_purged_version_is_in_no_file(tmp_path: Path, variant: str, gc_runs: int) -> None:
     """F.4: After `rm --now` of one version no file holds its bytes, merged and rebased containers included."""
     clock = Clock()
     with open_store(tmp_path / "s", settings=VARIANTS[variant], clock=clock, create=True) as store:
-        contents = put_history(store, clock, rounds)
+        contents = put_history(store, clock, gc_runs)
         assert traces(store.root)
         del contents["k", LEAKED]
         store.delete("k", LEAKED)

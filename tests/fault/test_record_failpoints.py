@@ -25,7 +25,7 @@ def _disarmed() -> Iterator[None]:
     disarm()
 
 
-def cut_short(point: str, action: Callable[[], object]) -> None:
+def run_until_failpoint(point: str, action: Callable[[], object]) -> None:
     """Do an action that ends at a failpoint."""
     arm(f"{point}:1:error")
     with pytest.raises(StoreUnavailable, match="failpoint"):
@@ -44,7 +44,7 @@ def test_rotation_cut_short_keeps_every_key(point: str) -> None:
     """F.32: After a rotation that was cut short older keys read, new ones encrypt, and a repetition succeeds."""
     keys = MemoryKeys()
     first = keys.keyring.newest(DB)
-    cut_short(point, lambda: keys.keyring.rotate("db"))
+    run_until_failpoint(point, lambda: keys.keyring.rotate("db"))
     following = keys.another()
     second = following.newest(DB)
     assert following.key(first.owner, first.number, "an object").secret == first.secret
@@ -59,7 +59,7 @@ def test_head_of_a_rotation_cut_short_is_noted_by_the_next_put() -> None:
     """F.22: A key whose maker died before its number was recorded encrypts; then its loss is noticed as any other's."""
     keys = MemoryKeys()
     keys.keyring.newest(DB)
-    cut_short("key.made", lambda: keys.keyring.rotate("db"))
+    run_until_failpoint("key.made", lambda: keys.keyring.rotate("db"))
     newest = keys.another().newest(DB)
     record = next(
         name for name, _ in keys.below.names(f"keys/{newest.owner.hex()}") if f"/{newest.number:08x}." in name
@@ -73,7 +73,7 @@ def test_head_of_a_rotation_cut_short_is_noted_by_the_next_put() -> None:
 def test_first_key_cut_short_is_used_by_the_next(point: str) -> None:
     """F.32: A tenant's first key that was made as its process died is the one that all others use."""
     keys = MemoryKeys()
-    cut_short(point, lambda: keys.keyring.newest(DB))
+    run_until_failpoint(point, lambda: keys.keyring.newest(DB))
     found = [keys.another().newest(DB) for _ in range(2)]
     assert found[0].secret == found[1].secret
 
@@ -83,7 +83,7 @@ def test_cancel_cut_short_has_cancelled() -> None:
     keys = MemoryKeys()
     first = keys.keyring.newest(DB)
     keys.keyring.erase("db", 3600)
-    cut_short("key.erasure-cancelled", lambda: keys.keyring.cancel_erasure("db"))
+    run_until_failpoint("key.erasure-cancelled", lambda: keys.keyring.cancel_erasure("db"))
     assert keys.another().newest(DB).secret == first.secret
     assert [erasure.is_cancelled for erasure in keys.another().erasures()] == [True]
     keys.another().cancel_erasure("db")
@@ -99,7 +99,7 @@ def test_erasure_cut_short_reads_no_more(point: str) -> None:
         keyring.newest(domain)
     keys.keyring.rotate("db")
     web = keys.keyring.newest(WEB)
-    cut_short(point, lambda: keys.keyring.erase("db"))
+    run_until_failpoint(point, lambda: keys.keyring.erase("db"))
     following: Keyring = keys.another()
     with pytest.raises(TenantErased):
         following.newest(DB)
@@ -112,11 +112,11 @@ def test_erasure_cut_short_reads_no_more(point: str) -> None:
 def test_pause_cut_short_pauses_and_resumes() -> None:
     """F.32: A pause holds though its process died; a resumption that was cut short can be repeated."""
     objects = memory_objects()
-    cut_short("pause.recorded", lambda: GcPauseFlag(objects).pause("me"))
+    run_until_failpoint("pause.recorded", lambda: GcPauseFlag(objects).pause("me"))
     found = GcPauseFlag(objects).read()
     assert found is not None
     assert found.who == "me"
-    cut_short("pause.removed", GcPauseFlag(objects).resume)
+    run_until_failpoint("pause.removed", GcPauseFlag(objects).resume)
     assert GcPauseFlag(objects).read() is None
     assert not GcPauseFlag(objects).resume()
 
@@ -127,7 +127,7 @@ def test_scrub_progress_cut_short_is_the_newest(point: str) -> None:
     objects = memory_objects()
     states = [replace(ScrubState(), begun_us=number) for number in (1, 2, 3)]
     ScrubStates(objects).write(states[0])
-    cut_short(point, lambda: ScrubStates(objects).write(states[1]))
+    run_until_failpoint(point, lambda: ScrubStates(objects).write(states[1]))
     assert ScrubStates(objects).read() == states[1]
     ScrubStates(objects).write(states[2])
     assert ScrubStates(objects).read() == states[2]

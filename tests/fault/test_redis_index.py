@@ -77,14 +77,14 @@ def connect(server: RedisServer) -> Iterator[Connect]:
         index.close()
 
 
-def many(container: ContainerId, count: int, label: str) -> ContainerEntries:
+def many_claims(container: ContainerId, count: int, label: str) -> ContainerEntries:
     chunks = [f"{label}{number:05}" for number in range(count)]
     return claims(
         container, chunks, [f"{label}s1", f"{label}s2"], [[number + 1, number + 7] for number in range(count)]
     )
 
 
-def whole(index: RedisIndex) -> None:
+def mark_complete(index: RedisIndex) -> None:
     """Mark the index as rebuilt, as a rebuild does."""
     from nearkin_shared.index.redis.background_rebuild import Rebuilder
 
@@ -99,7 +99,7 @@ def test_emptied_server_finds_nothing_and_needs_a_rebuild(connect: Connect, raw:
     index = connect()
     index.publish(first_claims())
     index.commit(manifest("k", 1, [(FIRST, 0)]), 100)
-    whole(index)
+    mark_complete(index)
     assert not index.needs_rebuild
     raw.flushall()
     assert rows(index.locate_chunks(chunk_names("a", "bb"))) == [None, None]
@@ -130,7 +130,7 @@ def test_flush_within_publish_writes_to_the_new_epoch(
     index.publish(first_claims())
     real, flushes = getattr(index.epochs, step), iter([True])
 
-    def then_flush(*args: object) -> object:
+    def flush_after(*args: object) -> object:
         if next(flushes, False):
             answer = real(*args) if step == "first_numbers" else None
             raw.flushall()
@@ -138,7 +138,7 @@ def test_flush_within_publish_writes_to_the_new_epoch(
             return answer if step == "first_numbers" else real(*args)
         return real(*args)
 
-    monkeypatch.setattr(index.epochs, step, then_flush)
+    monkeypatch.setattr(index.epochs, step, flush_after)
     index.publish(second_claims())
     for seen_by in (index, other, connect()):
         found = rows(seen_by.locate_chunks(chunk_names("a", "bb", "dddd", "eeeee", "x", "zzz")))
@@ -165,14 +165,14 @@ def test_lost_partition_ends_the_epoch(connect: Connect, raw: redis.Redis) -> No
     """In a Cluster one server can be emptied alone; the entries of the others belong to an epoch that is over."""
     index = connect()
     index.publish(first_claims())
-    whole(index)
+    mark_complete(index)
     before = index.epochs.current.name
     raw.delete(*[key for key in raw.scan_iter() if b"{c" in key])
     assert rows(index.locate_chunks(chunk_names("a"))) == [None]
     assert index.epochs.current.name != before
     assert index.needs_rebuild
     index.publish(first_claims())
-    whole(index)  # sweeps
+    mark_complete(index)  # sweeps
     assert not [key for key in raw.scan_iter() if before.encode() in key]
     assert rows(index.locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
 
@@ -209,7 +209,7 @@ def test_server_killed_in_a_batch_answers_nothing_wrong(connect: Connect, server
                 if stop.is_set():
                     return
                 container = ContainerId((1 << 40) + 7 * number)
-                index.publish(many(container, 40, f"c{number}-"))
+                index.publish(many_claims(container, 40, f"c{number}-"))
                 published.append(container)
         except BaseException as err:
             failures.append(err)
@@ -404,7 +404,7 @@ def test_damaged_gc_generation_is_stale_until_checked(connect: Connect, raw: red
     """F.23: A partition whose GC generation is no number misses, accepts entries, and answers once it was checked."""
     index = connect()
     index.publish(first_claims())
-    whole(index)
+    mark_complete(index)
     for key in [key for letter in "cfs" for key in partitions_of(raw, letter)]:
         raw.hset(key, "g", generation)
     assert rows(index.locate_chunks(chunk_names("a", "bb"))) == [None, None]
@@ -414,7 +414,7 @@ def test_damaged_gc_generation_is_stale_until_checked(connect: Connect, raw: red
     assert index.advance_generation(7) == 7
     assert index.is_stale()
     assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [None, None]
-    whole(index)
+    mark_complete(index)
     assert not index.is_stale()
     assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), (SECOND, 1)]
 
@@ -434,7 +434,7 @@ def test_damaged_highest_number_is_an_error_with_the_key(connect: Connect, raw: 
 def test_truncated_bucket_counts_as_missing(connect: Connect, raw: redis.Redis, cut: int) -> None:
     """A truncated bucket counts as a missing one."""
     index = connect(partitions=1)
-    claimed = many(FIRST, 30, "t")  # one bucket of 30 entries: the cut falls within one
+    claimed = many_claims(FIRST, 30, "t")  # one bucket of 30 entries: the cut falls within one
     index.publish(claimed)
     (key,) = partitions_of(raw, "c")
     (field,) = buckets_of(raw, key)

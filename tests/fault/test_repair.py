@@ -37,11 +37,11 @@ COVERED = settings(CHOSEN, {"storage": {"parity": "rs-8-2"}})
 CONTENTS = history()
 
 
-def named(root: Path, path: Path) -> str:
+def damaged_names(root: Path, path: Path) -> str:
     return str(path.relative_to(root))
 
 
-def touched(store: Store) -> set[tuple[str, int]]:
+def affected_versions(store: Store) -> set[tuple[str, int]]:
     """Return the versions that damage affects, without the deleted one, which a GC run removes."""
     return {version for damage in store.verify().damage for version in damage.versions} - {("deleted", 1)}
 
@@ -51,22 +51,22 @@ def touched(store: Store) -> set[tuple[str, int]]:
 
 def test_put_of_same_content_restores_broken_versions(root: Path) -> None:
     """Versions with a broken block restore again once their content was put again."""
-    healed = 0
+    repaired_count = 0
     for number, path in enumerate(containers(root)):
         copy = Path(shutil.copytree(root, root.parent / f"copy-{number}"))
         victim = copy / path.relative_to(root)
         for start in blocks_of(victim)[::2]:
             flip(victim, start + 3)
         with open_store(copy, settings=CHOSEN, create=True) as store:
-            harmed = touched(store)
+            harmed = affected_versions(store)
             assert find_broken(store, CONTENTS) == harmed
             for key, version in sorted(harmed):
                 store.put(f"again {key} {version}", CONTENTS[key, version])
             assert find_broken(store, CONTENTS) == set()
-            assert touched(store) == set()
-            healed += len(harmed)
+            assert affected_versions(store) == set()
+            repaired_count += len(harmed)
         shutil.rmtree(copy)
-    assert healed >= 4
+    assert repaired_count >= 4
 
 
 def test_put_reads_quarantined_blocks_only_to_repair(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_put_reads_quarantined_blocks_only_to_repair(root: Path, monkeypatch: py
     path = containers(root)[-2]
     flip(path, 60)
     with open_store(root, settings=CHOSEN, create=True) as store:
-        harmed = touched(store)
+        harmed = affected_versions(store)
         looked_at = []
         plain = ContainerRepairer.repair
         monkeypatch.setattr(
@@ -86,7 +86,7 @@ def test_put_reads_quarantined_blocks_only_to_repair(root: Path, monkeypatch: py
             store.put(f"again {key}", CONTENTS[key, version])
         assert set(looked_at) == {int(path.stem, 16)}
         assert store._quarantine.read() == {}
-        assert touched(store) == set()
+        assert affected_versions(store) == set()
 
 
 def test_partial_put_repairs_in_part_and_the_rest_later(root: Path) -> None:
@@ -95,7 +95,7 @@ def test_partial_put_repairs_in_part_and_the_rest_later(root: Path) -> None:
     for start in blocks_of(victim):
         flip(victim, start + 3)
     with open_store(root, settings=CHOSEN, create=True) as store:
-        harmed = touched(store)
+        harmed = affected_versions(store)
         assert len(harmed) > 1
         for key, version in sorted(harmed)[:1]:
             store.put("again", CONTENTS[key, version])
@@ -122,7 +122,7 @@ def test_broken_bytes_stay_until_all_chunks_are_found(root: Path) -> None:
     flip(victim, start + 3)
     harmed_bytes = victim.read_bytes()[start - BLOCK.size : start + 200]
     with open_store(root, settings=CHOSEN, create=True) as store:
-        assert touched(store)
+        assert affected_versions(store)
         store.put("part", CONTENTS["alone", 1][:20_000])
         (generation,) = [path for path in containers(root) if path.stem.startswith(victim.stem)]
         assert generation != victim
@@ -139,7 +139,7 @@ def test_quarantine_survives_the_index(root: Path) -> None:
     victim = containers(root)[0]
     flip(victim, blocks_of(victim)[0] + 3)
     with open_store(root, settings=CHOSEN, create=True) as store:
-        harmed = touched(store)
+        harmed = affected_versions(store)
         assert harmed
         record = store._quarantine.read()
         assert int(victim.stem, 16) in record
@@ -165,8 +165,8 @@ def test_broken_quarantine_record_is_named_and_rewritten(root: Path) -> None:
         (record,) = (root / "quarantine").iterdir()
         flip(record, 30)
         names = {damage.object_name for damage in store.verify().damage}
-        assert named(root, record) in names
-        assert named(root, record) not in {damage.object_name for damage in store.verify().damage}
+        assert damaged_names(root, record) in names
+        assert damaged_names(root, record) not in {damage.object_name for damage in store.verify().damage}
         assert store._quarantine.read()
 
 
@@ -196,7 +196,7 @@ def test_copy_of_the_object_repairs_any_damage(root: Path, tmp_path: Path, harm:
     with open_store(root, settings=CHOSEN, create=True) as store:
         assert store.verify().damage
         report = store.repair([copy])
-        assert [(one.object_name, one.by) for one in report.repaired] == [(named(root, path), "a copy")]
+        assert [(one.object_name, one.by) for one in report.repaired] == [(damaged_names(root, path), "a copy")]
         assert report.damage == ()
         assert find_broken(store, CONTENTS) == set()
     assert objects(root) == before
@@ -238,7 +238,7 @@ def test_file_of_the_content_repairs_another_changes_nothing(root: Path, tmp_pat
     other, content = tmp_path / "other", tmp_path / "content"
     other.write_bytes(random_bytes(200_000, 99))
     with open_store(root, settings=CHOSEN, create=True) as store:
-        harmed = sorted(touched(store))
+        harmed = sorted(affected_versions(store))
         before = objects(root)
         report = store.repair([other])
         assert report.repaired == ()
@@ -350,7 +350,7 @@ def test_repair_killed_between_generations_leaves_readable(
     victim = next(path for path in containers(root) if raw in path.read_bytes())
     flip(victim, blocks_of(victim)[0] + 3)
     with open_store(root, settings=CHOSEN, create=True) as store:
-        harmed = touched(store)
+        harmed = affected_versions(store)
         quarantined = {path.name: path.read_bytes() for path in (root / "quarantine").iterdir()}
         broken_bytes = victim.read_bytes()
         for key, version in sorted(harmed):

@@ -26,17 +26,17 @@ REWRITING = settings(
 )
 
 
-def collect(store: Store, clock: Clock, contents: Contents, versions: int, rounds: int) -> None:
-    """Delete the first versions, and do `rounds` GC runs, each long enough after the last."""
+def collect(store: Store, clock: Clock, contents: Contents, versions: int, gc_runs: int) -> None:
+    """Delete the first versions, and do `gc_runs` GC runs, each long enough after the last."""
     for number in range(1, versions + 1):
         store.delete("k", number)
         del contents["k", number]
-    for _ in range(rounds):
+    for _ in range(gc_runs):
         clock.now += 8 * DAY
         store.gc()
 
 
-def rebased(store: Store, clock: Clock) -> Contents:
+def put_rebased(store: Store, clock: Clock) -> Contents:
     """Put versions that depend on one another, and collect all but the last two; return these."""
     content, contents = text_like(400_000, 1), Contents()
     for number in range(1, 15):
@@ -44,7 +44,7 @@ def rebased(store: Store, clock: Clock) -> Contents:
         store.put("k", content)
         contents["k", number] = content
     before = len(containers(store.root))
-    collect(store, clock, contents, versions=12, rounds=4)
+    collect(store, clock, contents, versions=12, gc_runs=4)
     assert len(containers(store.root)) < before
     assert find_broken(store, contents) == set()
     return contents
@@ -54,7 +54,7 @@ def test_copy_of_any_generation_repairs_a_lost_container(tmp_path: Path) -> None
     """A copy of any generation is used if the container is lost."""
     clock = Clock()
     with open_store(tmp_path / "s", settings=COLLECTED, clock=clock, create=True) as store:
-        contents = rebased(store, clock)
+        contents = put_rebased(store, clock)
         path = max(containers(store.root))
         assert "." in path.stem
         path.rename(copy := tmp_path / "copy")
@@ -92,9 +92,9 @@ def test_reader_of_later_generation_continues_after_repair(tmp_path: Path) -> No
                 assert reader.get(key).read() == contents[key]
 
 
-@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("is_deleted", [False, True])
 @pytest.mark.parametrize("codec", ["patch", "xdelta3"])
-def test_versions_put_after_the_copy_read_after_repair(codec: str, gone: bool, tmp_path: Path) -> None:
+def test_versions_put_after_the_copy_read_after_repair(codec: str, is_deleted: bool, tmp_path: Path) -> None:
     """Versions put since the copy was made read once the older generation replaces the lost one."""
     clock, content, contents = Clock(), text_like(300_000, 1), Contents()
     small = settings(REWRITING, {"block": {"raw_bytes": 65_536}, "delta": {"codec": codec, "max_depth": 4}})
@@ -112,13 +112,13 @@ def test_versions_put_after_the_copy_read_after_repair(codec: str, gone: bool, t
         for path in containers(store.root):
             copies.append(tmp_path / f"copy-{path.name}")
             copies[-1].write_bytes(path.read_bytes())
-        collect(store, clock, contents, versions=4, rounds=3)
+        collect(store, clock, contents, versions=4, gc_runs=3)
         put(7)
         put(8)
         rewritten = [path for path in containers(store.root) if "." in path.stem]
         assert rewritten
         for path in rewritten:
-            path.unlink() if gone else path.write_bytes(b"lost")
+            path.unlink() if is_deleted else path.write_bytes(b"lost")
     with open_store(tmp_path / "s", settings=small, clock=clock, create=True) as store:
         assert find_broken(store, contents)
         store.repair(copies)

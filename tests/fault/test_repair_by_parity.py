@@ -18,7 +18,7 @@ COVERED = settings(CHOSEN, {"storage": {"parity": "rs-8-2"}})
 CONTENTS = history()
 
 
-def named(root: Path, path: Path) -> str:
+def damaged_names(root: Path, path: Path) -> str:
     return str(path.relative_to(root))
 
 
@@ -97,7 +97,7 @@ def test_damaged_object_gets_parity_once_repaired(root: Path) -> None:
         flip(path, 50)
     with open_store(root, settings=COVERED, create=True) as store:
         damaged = {damage.object_name for damage in store.repair().damage}
-        assert damaged == {named(root, containers(root)[0]), named(root, manifests(root)[0])}
+        assert damaged == {damaged_names(root, containers(root)[0]), damaged_names(root, manifests(root)[0])}
     for name in damaged:
         assert not (root / "parity" / f"{name}.nkp").exists()
         (root / name).write_bytes(before[name])
@@ -119,8 +119,8 @@ def test_object_repaired_twice_is_not_reported_damaged(covered_root: Path, tmp_p
     path = max(containers(covered_root), key=lambda path: path.stat().st_size)
     copy = Path(shutil.copy(path, tmp_path / path.name))
     flip(path, 50)
-    made = encode_parity(named(covered_root, path), path.read_bytes(), Scheme(8, 2))
-    (covered_root / "parity" / f"{named(covered_root, path)}.nkp").write_bytes(made)
+    made = encode_parity(damaged_names(covered_root, path), path.read_bytes(), Scheme(8, 2))
+    (covered_root / "parity" / f"{damaged_names(covered_root, path)}.nkp").write_bytes(made)
     flip(path, 70)
     with open_store(covered_root, settings=COVERED, create=True) as store:
         report = store.repair([copy])
@@ -159,11 +159,11 @@ def test_broken_parity_without_a_scheme_is_deleted(covered_root: Path) -> None:
 
     It was reported as repaired, and as damage by every later verify.
     """
-    path = covered_root / "parity" / f"{named(covered_root, containers(covered_root)[0])}.nkp"
+    path = covered_root / "parity" / f"{damaged_names(covered_root, containers(covered_root)[0])}.nkp"
     path.write_bytes(bytes(path.stat().st_size))
     with open_store(covered_root, settings=CHOSEN, create=True) as store:  # parity is off now
         report = store.repair()
-        assert [one.object_name for one in report.repaired] == [named(covered_root, path)]
+        assert [one.object_name for one in report.repaired] == [damaged_names(covered_root, path)]
         assert report.damage == store.verify().damage == ()
     assert not path.exists()
     with open_store(covered_root, settings=COVERED, create=True) as store:

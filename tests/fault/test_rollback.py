@@ -31,7 +31,7 @@ GC = {"gc": {"grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Return a store, in clear or encrypted, with two versions of a key after a GC run."""
     generate(tmp_path / "kek")
-    with opened(tmp_path / "s", request.param) as store:
+    with open_root(tmp_path / "s", request.param) as store:
         store.put("db", b"version one" * 1000)
         store.put("db", b"version two" * 1000)
         store.gc()
@@ -39,17 +39,17 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "s"
 
 
-def chosen(root: Path, encryption: str | None = None) -> Settings:
+def settings_of(root: Path, encryption: str | None = None) -> Settings:
     encryption = encryption or (root.parent / "encryption").read_text()
     storage = {} if encryption == "none" else {"encryption": encryption, "key_file": str(root.parent / "kek")}
     return with_changes(Settings(), {"store": str(root), "storage": storage, **GC})
 
 
-def opened(root: Path, encryption: str | None = None) -> Store:
-    return open_store(root, settings=chosen(root, encryption), create=True)
+def open_root(root: Path, encryption: str | None = None) -> Store:
+    return open_store(root, settings=settings_of(root, encryption), create=True)
 
 
-def without_newest(root: Path) -> str:
+def remove_newest(root: Path) -> str:
     name = object_name("default", "db", 2)
     (root / name).unlink()
     return name
@@ -57,9 +57,9 @@ def without_newest(root: Path) -> str:
 
 def test_removed_newest_manifest_is_noticed_without_index(root: Path) -> None:
     """F.25: With the index lost too, get, verify and gc report the key, until the version is given up."""
-    name = without_newest(root)
+    name = remove_newest(root)
     shutil.rmtree(root / "index")
-    with opened(root) as store:
+    with open_root(root) as store:
         with pytest.raises(Corrupt, match=f"{name}: removed"):
             store.get("db")
         assert store.get("db", 1).read() == b"version one" * 1000
@@ -75,13 +75,13 @@ def test_removed_newest_manifest_is_noticed_without_index(root: Path) -> None:
 def test_gc_frees_nothing_while_versions_are_rolled_back(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """F.22: With index and manifests lost GC ends with code 5 and frees nothing; put back, every version restores."""
     contents = {f"k{n}": os.urandom(100_000) for n in range(3)}
-    with opened(root) as store:
+    with open_root(root) as store:
         for key, content in contents.items():
             store.put(key, content)
         store.gc()
     shutil.rmtree(root / "index")
     shutil.move(root / "manifests", root.parent / "away")
-    with opened(root) as store:
+    with open_root(root) as store:
         store.put("new", b"another content" * 1000)
         before = {p for p in (root / "containers").rglob("*") if p.is_file()}
         for _ in range(3):
@@ -96,7 +96,7 @@ def test_gc_frees_nothing_while_versions_are_rolled_back(root: Path, capsys: pyt
         warn_if_rolled_back(store)
         assert "4 keys lost their newest version" in capsys.readouterr().err
     shutil.copytree(root.parent / "away", root / "manifests", dirs_exist_ok=True)
-    with opened(root) as store:
+    with open_root(root) as store:
         assert store.rolled_back_keys() == 0
         store.gc()
         for key, content in contents.items():
@@ -105,12 +105,12 @@ def test_gc_frees_nothing_while_versions_are_rolled_back(root: Path, capsys: pyt
 
 def test_gc_frees_lost_versions_once_they_are_given_up(root: Path) -> None:
     """F.22: The operator's rebuild-index gives rolled-back versions up: the next GC runs free their data."""
-    with opened(root) as store:
+    with open_root(root) as store:
         store.put("lost", os.urandom(100_000))
         store.gc()
     shutil.rmtree(root / "index")
     shutil.rmtree(root / "manifests")
-    with opened(root) as store:
+    with open_root(root) as store:
         store.put("new", b"another content" * 1000)
         with pytest.raises(Corrupt):
             store.gc()
@@ -123,11 +123,13 @@ def test_gc_of_closed_tenant_reports_no_roll_back(tmp_path: Path) -> None:
     """F.22: The hidden manifests of a tenant in the grace of its erasure do not count as removed."""
     root = tmp_path / "s"
     generate(tmp_path / "kek")
-    with open_store(root, settings=with_changes(chosen(root, "aes-256-gcm"), {"tenant": "acme"}), create=True) as store:
+    with open_store(
+        root, settings=with_changes(settings_of(root, "aes-256-gcm"), {"tenant": "acme"}), create=True
+    ) as store:
         store.put("k", b"content of acme")
         store.gc()
         store.erase_tenant("acme", 3600)
-    with opened(root, "aes-256-gcm") as store:
+    with open_root(root, "aes-256-gcm") as store:
         report = store.gc()
         assert (report.pending_erasures, report.rolled_back_keys) == (1, 0)
 
@@ -135,10 +137,10 @@ def test_gc_of_closed_tenant_reports_no_roll_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_gateway_does_not_answer_older_version(root: Path, index: str) -> None:
     """F.25: A gateway answers 500 for a key whose newest manifest was removed, never 200 with an older version."""
-    name = without_newest(root)
+    name = remove_newest(root)
     if index == "lost":
         shutil.rmtree(root / "index")
-    settings = with_changes(chosen(root), {"gateway": {"ingest": "embedded", "port": 0}})
+    settings = with_changes(settings_of(root), {"gateway": {"ingest": "embedded", "port": 0}})
     with running(settings) as gateway, gateway.client() as client:
         answer = client.get("/v1/blobs/db")
         assert answer.status_code == 500
@@ -149,7 +151,7 @@ def test_gateway_does_not_answer_older_version(root: Path, index: str) -> None:
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_lost_undelete_mark_ends_no_version(root: Path, index: str) -> None:
     """F.22: A version whose undelete mark was removed is kept by gc, reported, and readable once it is put back."""
-    with opened(root) as store:
+    with open_root(root) as store:
         store.put("e", os.urandom(100_000))
         content = store.get("e").read()
         store._deletions.delete("default", "e", undelete_seconds=3600)
@@ -161,7 +163,7 @@ def test_lost_undelete_mark_ends_no_version(root: Path, index: str) -> None:
     if index == "lost":
         shutil.rmtree(root / "index")
     later = time.time() + 7200
-    with open_store(root, settings=chosen(root), clock=lambda: later) as store:
+    with open_store(root, settings=settings_of(root), clock=lambda: later) as store:
         for read in (lambda: store.get("e"), lambda: store.get("e", 1)):
             with pytest.raises(Corrupt, match=f"{name}: removed"):
                 read()
@@ -170,7 +172,7 @@ def test_lost_undelete_mark_ends_no_version(root: Path, index: str) -> None:
             assert (report.rolled_back_keys, report.versions) == (1, 0)
         assert name in [found.object_name for found in store.verify().damage]
     (root / name).write_bytes(mark)
-    with open_store(root, settings=chosen(root), clock=lambda: later) as store:
+    with open_store(root, settings=settings_of(root), clock=lambda: later) as store:
         assert store.gc().rolled_back_keys == 0
         assert store.get("e").read() == content
         assert store.verify().damage == ()
@@ -179,14 +181,14 @@ def test_lost_undelete_mark_ends_no_version(root: Path, index: str) -> None:
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_lost_tombstone_is_noticed(root: Path, index: str) -> None:
     """F.22: A deleted version whose tombstone was removed is not returned, and is named until it is given up."""
-    with opened(root) as store:
+    with open_root(root) as store:
         store._deletions.delete("default", "db", 2, undelete_seconds=3600)
         store.gc()
     name = mark_name("default", "db", 2, 1)
     (root / name).unlink()
     if index == "lost":
         shutil.rmtree(root / "index")
-    with opened(root) as store:
+    with open_root(root) as store:
         with pytest.raises(Corrupt, match=f"{name}: removed"):
             store.get("db")
         with pytest.raises(Corrupt, match=f"{name}: removed"):
@@ -203,14 +205,14 @@ def test_lost_tombstone_is_noticed(root: Path, index: str) -> None:
 def test_lost_retention_record_refuses_deletion(root: Path, index: str) -> None:
     """F.22: A version whose retention record was removed is not deleted, by rm or by a policy; verify names it."""
     until_us = int((time.time() + 3600) * 1e6)
-    with opened(root) as store:
+    with open_root(root) as store:
         store._deletions.extend_retention("default", "db", 2, until_us)
         store.gc()
     name = mark_name("default", "db", 2, 1).replace(".nkt", ".nkr")
     (root / name).unlink()
     if index == "lost":
         shutil.rmtree(root / "index")
-    with opened(root) as store:
+    with open_root(root) as store:
         with pytest.raises(RetentionActive, match=f"{name} was removed"):
             store.delete("db")
         assert store.gc().rolled_back_keys == 1
@@ -222,7 +224,7 @@ def test_lost_retention_record_refuses_deletion(root: Path, index: str) -> None:
 
 def test_ended_versions_lose_no_marks(root: Path) -> None:
     """F.22: Marks and retention records that gc removes with their versions are not reported as removed."""
-    with opened(root) as store:
+    with open_root(root) as store:
         for n in range(3):
             store.put("many", os.urandom(1000))
             store._deletions.extend_retention("default", "many", n + 1, int((time.time() + 30) * 1e6))
@@ -230,7 +232,7 @@ def test_ended_versions_lose_no_marks(root: Path) -> None:
         store.undelete("db", 1)
         store.gc()
     later = time.time() + 3600
-    with open_store(root, settings=chosen(root), clock=lambda: later) as store:
+    with open_store(root, settings=settings_of(root), clock=lambda: later) as store:
         store.delete("many")
         store.delete("db", 1)
         for _ in range(3):
@@ -244,10 +246,10 @@ def test_number_of_a_rolled_back_version_is_not_reused(root: Path) -> None:
     lost = (root / name).read_bytes()
     (root / name).unlink()
     shutil.rmtree(root / "index")
-    with opened(root) as store:
+    with open_root(root) as store:
         assert store.put("db", b"version three").info.version == 3
     (root / name).write_bytes(lost)
-    with opened(root) as store:
+    with open_root(root) as store:
         assert store.get("db", 2).read() == b"version two" * 1000
         assert store.get("db").read() == b"version three"
 
@@ -276,7 +278,7 @@ def test_heads_without_room_release_the_reserve(tmp_path: Path, monkeypatch: pyt
 
 def test_deleted_and_expired_versions_are_no_roll_back(root: Path) -> None:
     """F.25: Deletion and the removal of old versions by GC leave a mark, or a later version: neither is reported."""
-    with opened(root) as store:
+    with open_root(root) as store:
         store.put("gone", os.urandom(1000))
         store.delete("db", 1)
         store.gc()

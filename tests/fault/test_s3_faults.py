@@ -39,7 +39,7 @@ def direct(versitygw: S3, bucket: str) -> S3ObjectStore:
     return S3ObjectStore(versitygw.settings(bucket))
 
 
-def through(proxy: FaultyHttp, server: S3, bucket: str, **changed: object) -> S3ObjectStore:
+def open_through(proxy: FaultyHttp, server: S3, bucket: str, **changed: object) -> S3ObjectStore:
     quick: dict[str, Any] = {"request_timeout_seconds": 4, "retries": RETRIES, "retry_seconds": 60}
     return S3ObjectStore(server.settings(bucket, endpoint=proxy.url, **{**quick, **changed}))
 
@@ -67,7 +67,7 @@ def test_put_that_was_done_reports_success(
 ) -> None:
     """A put that was done reports success."""
     with FaultyHttp(versitygw.port, script, held=lambda: until(lambda: list(direct.names("")))) as proxy:
-        through(proxy, versitygw, bucket).put_new("a/b", DATA)
+        open_through(proxy, versitygw, bucket).put_new("a/b", DATA)
         assert len(proxy.met) == puts
     assert direct.get("a/b") == DATA
     assert list(direct.names("")) == [("a/b", len(DATA))]
@@ -82,7 +82,7 @@ def test_put_of_an_existing_name_never_reports_success(
     with FaultyHttp(versitygw.port, script) as proxy:
         for data in (DATA, OTHER):  # equal bytes do not make the object the caller's own
             with pytest.raises(AlreadyExists, match="a: already there"):
-                through(proxy, versitygw, bucket).put_new("a", data)
+                open_through(proxy, versitygw, bucket).put_new("a", data)
         assert proxy.spent
     assert direct.get("a") == OTHER
 
@@ -92,7 +92,7 @@ def test_put_that_failed_leaves_nothing(versitygw: S3, bucket: str, direct: S3Ob
     """A put that never reached the server raises and leaves nothing."""
     with FaultyHttp(versitygw.port, letter * 20) as proxy:
         with pytest.raises(StoreUnavailable, match=rf"^a: .*; tried {RETRIES + 1} times; it may or may not be there$"):
-            through(proxy, versitygw, bucket).put_new("a", DATA)
+            open_through(proxy, versitygw, bucket).put_new("a", DATA)
         assert len(proxy.met) == RETRIES + 1
     with pytest.raises(NotFound):
         direct.get("a")
@@ -102,7 +102,7 @@ def test_put_of_unknown_outcome_is_an_error(versitygw: S3, bucket: str, direct: 
     """A put whose outcome cannot be checked is not reported as done."""
     with FaultyHttp(versitygw.port, "L" * 20) as writes, FaultyHttp(writes.port, "5" * 20, method="GET") as reads:
         with pytest.raises(StoreUnavailable, match=r"503.*may or may not be there"):
-            through(reads, versitygw, bucket).put_new("a", DATA)
+            open_through(reads, versitygw, bucket).put_new("a", DATA)
         assert len(writes.met) == len(reads.met) == RETRIES + 1
     assert direct.get("a") == DATA
 
@@ -110,7 +110,7 @@ def test_put_of_unknown_outcome_is_an_error(versitygw: S3, bucket: str, direct: 
 def test_second_check_settles_an_unknown_outcome(versitygw: S3, bucket: str, direct: S3ObjectStore) -> None:
     """A second check settles an outcome that could not be checked."""
     with FaultyHttp(versitygw.port, "L") as writes, FaultyHttp(writes.port, "5E", method="GET") as reads:
-        through(reads, versitygw, bucket).put_new("a", DATA)
+        open_through(reads, versitygw, bucket).put_new("a", DATA)
         assert (len(writes.met), len(reads.met)) == (3, 3)
     assert direct.get("a") == DATA
 
@@ -131,7 +131,7 @@ def test_late_put_does_not_overwrite_another_object(versitygw: S3, bucket: str, 
         thread = threading.Thread(target=take)
         thread.start()
         with pytest.raises(AlreadyExists):
-            through(proxy, versitygw, bucket, retries=12).put_new("a", DATA)
+            open_through(proxy, versitygw, bucket, retries=12).put_new("a", DATA)
         thread.join()
     assert direct.get("a") == OTHER
 
@@ -144,13 +144,13 @@ def test_read_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3ObjectS
     """A read is whole or an error."""
     direct.put_new("a", DATA)
     with FaultyHttp(versitygw.port, script, method="GET") as proxy:
-        assert through(proxy, versitygw, bucket).get("a") == DATA
+        assert open_through(proxy, versitygw, bucket).get("a") == DATA
         assert proxy.spent
     with FaultyHttp(versitygw.port, script, method="GET") as proxy:
-        found = through(proxy, versitygw, bucket).get_ranges("a", [0, 299_000], [1000, 300_000])
+        found = open_through(proxy, versitygw, bucket).get_ranges("a", [0, 299_000], [1000, 300_000])
         assert found == [DATA[:1000], DATA[299_000:]]
     with FaultyHttp(versitygw.port, script * 20, method="GET") as proxy, pytest.raises(StoreUnavailable):
-        through(proxy, versitygw, bucket).get("a")
+        open_through(proxy, versitygw, bucket).get("a")
 
 
 @pytest.mark.parametrize("script", ["E", "5", "L"])
@@ -161,10 +161,10 @@ def test_listing_is_whole_or_an_error(versitygw: S3, bucket: str, direct: S3Obje
         direct.put_new(name, b"x")
     for before in ("", "."):
         with FaultyHttp(versitygw.port, before + script, method="GET") as proxy:
-            assert dict(through(proxy, versitygw, bucket).names("m")) == expected
+            assert dict(open_through(proxy, versitygw, bucket).names("m")) == expected
             assert proxy.spent
         with FaultyHttp(versitygw.port, before + script * 20, method="GET") as proxy:
-            objects = through(proxy, versitygw, bucket)
+            objects = open_through(proxy, versitygw, bucket)
             with pytest.raises(StoreUnavailable):
                 list(objects.names("m"))
 
@@ -173,7 +173,7 @@ def test_listing_with_truncated_page_is_an_error(versitygw: S3, bucket: str, dir
     """A page of names that is cut short is an error."""
     direct.put_new("m/a", b"x")
     with FaultyHttp(versitygw.port, "H", method="GET") as proxy:
-        objects = through(proxy, versitygw, bucket)
+        objects = open_through(proxy, versitygw, bucket)
         with pytest.raises(StoreUnavailable, match="body error"):
             list(objects.names("m"))
         assert list(objects.names("m")) == [("m/a", 1)]

@@ -47,7 +47,7 @@ def store(versitygw: S3, tmp_path: Path) -> ParityObjectStore:
     return with_parity(bucket, COVERED)
 
 
-def scrubbing(store: ParityObjectStore, chosen: Settings = COVERED, index: object = None) -> BackgroundScrub:
+def start_scrub(store: ParityObjectStore, chosen: Settings = COVERED, index: object = None) -> BackgroundScrub:
     found = descriptor.read(store)
     fingerprinter = partial(Fingerprinter, bytes.fromhex(found.secret), fingerprint_bits=found.fingerprint_bits)
     return BackgroundScrub(store, lambda: chosen, fingerprinter, index)
@@ -78,12 +78,12 @@ def test_scrub_repairs_objects_in_the_bucket(store: ParityObjectStore) -> None:
         f"parity/{names[1]}.nkp": damage(store, f"parity/{names[1]}.nkp", 500),
         "nearkin.json": damage(store, "nearkin.json", 90),
     }
-    scrub = scrubbing(store)
+    scrub = start_scrub(store)
     wait_for_a_pass(scrub, store)
     assert scrub._scrubber.state.ended_damaged == 4
     assert {name: store.get(name) for name in wholes} == wholes
     assert Quarantine(store, time.time).read() == {}
-    again = scrubbing(store, with_changes(COVERED, {"scrub": {"every_days": 1}}))
+    again = start_scrub(store, with_changes(COVERED, {"scrub": {"every_days": 1}}))
     assert again._scrubber.state.ended_damaged == 4  # the state is stored in the bucket
     assert (again._scrubber.waits_seconds() or 0.0) > 80_000
 
@@ -112,7 +112,7 @@ def test_scrub_quarantines_and_reports_what_it_cannot_repair(
     index = RecordingIndex()
     plain = with_parity(store.inner, with_changes(COVERED, {"storage": {"parity": "none"}}))
     with caplog.at_level(logging.ERROR):
-        wait_for_a_pass(scrubbing(plain, index=index), plain)
+        wait_for_a_pass(start_scrub(plain, index=index), plain)
     container = int(name.rpartition("/")[2][:16], 16)
     assert list(Quarantine(store, time.time).read()) == [container]
     assert [list(chunks) for chunks in index.withdrawn] == [[container]]
@@ -136,7 +136,7 @@ def test_index_away_is_updated_when_it_is_back(store: ParityObjectStore, monkeyp
     store.inner.delete(f"parity/{name}.nkp")
     index = UnreachableIndex()
     plain = with_parity(store.inner, with_changes(COVERED, {"storage": {"parity": "none"}}))
-    wait_for_a_pass(scrubbing(plain, index=index), plain)
+    wait_for_a_pass(start_scrub(plain, index=index), plain)
     assert len(index.withdrawn) == 2
     assert ScrubStates(store).read().ended_damaged == 1
 
@@ -180,7 +180,7 @@ def test_unreadable_object_is_restored_from_parity(
     (name,) = (name for name, _ in local.names("containers"))
     whole = local.get(name)
     device = BadSector(local, name)
-    scrub = scrubbing(with_parity(device, chosen), chosen)
+    scrub = start_scrub(with_parity(device, chosen), chosen)
     scrub.step()
     assert device.get(name) == whole
     assert Quarantine(local, time.time).read() == {}

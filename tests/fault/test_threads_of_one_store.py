@@ -37,7 +37,7 @@ def start_thread(act: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def once(point: str, act: Callable[[], object]) -> list[object]:
+def run_at_failpoint(point: str, act: Callable[[], object]) -> list[object]:
     """Let another thread act when a failpoint is first passed; return its results until then."""
     outcomes: list[object] = []
 
@@ -45,13 +45,13 @@ def once(point: str, act: Callable[[], object]) -> list[object]:
         if name == point and not outcomes:
             outcomes.append(None)
 
-            def tried() -> None:
+            def try_put() -> None:
                 try:
                     outcomes[0] = act()
                 except StoreLocked as err:
                     outcomes[0] = err
 
-            start_thread(tried).join(WAIT_SECONDS)
+            start_thread(try_put).join(WAIT_SECONDS)
 
     failpoints.arm((), watch)
     return outcomes
@@ -67,7 +67,7 @@ def is_locked(store: Store) -> bool:
     return False
 
 
-def damaged(store: Store) -> None:
+def damage_container(store: Store) -> None:
     store.put("broken", random_bytes(200_000, 2))
     path = max(store.root.glob("containers/*/*.nkc"))
     data = bytearray(path.read_bytes())
@@ -75,16 +75,16 @@ def damaged(store: Store) -> None:
     path.write_bytes(data)
 
 
-def listed(store: Store) -> list[str]:
+def list_keys(store: Store) -> list[str]:
     return [version.key for version in store.versions()]
 
 
-def sound_and_listed_by_another(store: Store) -> list[str]:
+def list_sound_keys(store: Store) -> list[str]:
     store.close()
     with open_store(store.root, create=True) as other:
         other.put("later", b"later")
         assert not [damage for damage in other.verify().damage if damage.object_name == "index"]
-        return listed(other)
+        return list_keys(other)
 
 
 def test_closed_index_is_read_to_the_end(tmp_path: Path) -> None:
@@ -122,11 +122,11 @@ def test_listings_during_puts_and_closes_meet_no_error(store: Store) -> None:
 
 def test_rebuild_during_a_put_is_refused(store: Store) -> None:
     """An index is not rebuilt during a put whose version it would not list."""
-    outcomes = once("commit.begun", store.rebuild_index)
+    outcomes = run_at_failpoint("commit.begun", store.rebuild_index)
     store.put("b", CONTENT)
     assert isinstance(outcomes[0], StoreLocked)
-    assert listed(store) == ["a", "b"]
-    assert sound_and_listed_by_another(store) == ["a", "b", "later"]
+    assert list_keys(store) == ["a", "b"]
+    assert list_sound_keys(store) == ["a", "b", "later"]
 
 
 def test_put_during_an_index_rebuild_waits(store: Store) -> None:
@@ -142,8 +142,8 @@ def test_put_during_an_index_rebuild_waits(store: Store) -> None:
     failpoints.arm((), watch)
     store.rebuild_index()
     putting[0].join(WAIT_SECONDS)
-    assert listed(store) == ["a", "b"]
-    assert sound_and_listed_by_another(store) == ["a", "b", "later"]
+    assert list_keys(store) == ["a", "b"]
+    assert list_sound_keys(store) == ["a", "b", "later"]
 
 
 def test_two_puts_after_the_same_rebuild_one_is_refused(store: Store) -> None:
@@ -151,7 +151,7 @@ def test_two_puts_after_the_same_rebuild_one_is_refused(store: Store) -> None:
     putting: list[threading.Thread] = []
     outcomes: list[object] = []
 
-    def tried(key: str) -> None:
+    def try_put(key: str) -> None:
         try:
             outcomes.append(store.put(key, CONTENT).info.version)
         except StoreLocked as err:
@@ -159,7 +159,7 @@ def test_two_puts_after_the_same_rebuild_one_is_refused(store: Store) -> None:
 
     def watch(name: str) -> None:
         if name == "rebuild.marks":
-            putting.extend(start_thread(partial(tried, key)) for key in ("b", "c"))
+            putting.extend(start_thread(partial(try_put, key)) for key in ("b", "c"))
             putting[0].join(0.3)
             assert all(thread.is_alive() for thread in putting)
         elif name == "commit.begun" and len(putting) == 2:
@@ -190,13 +190,13 @@ def test_close_waits_for_a_put_that_has_just_begun(store: Store) -> None:
     assert store.put("b", CONTENT).info.version == 1
     closing[0].join(WAIT_SECONDS)
     failpoints.disarm()
-    assert sound_and_listed_by_another(store) == ["a", "b", "later"]
+    assert list_sound_keys(store) == ["a", "b", "later"]
 
 
 def test_verify_reports_that_an_active_put_may_use_damage(store: Store) -> None:
     """Verify reports that an active put may depend on the damage that it found."""
-    damaged(store)
-    outcomes = once("put.container", lambda: (store.verify().forgotten, is_locked(store)))
+    damage_container(store)
+    outcomes = run_at_failpoint("put.container", lambda: (store.verify().forgotten, is_locked(store)))
     store.put("b", random_bytes(200_000, 3))
     assert outcomes == [(False, True)]
     failpoints.disarm()
@@ -206,7 +206,7 @@ def test_verify_reports_that_an_active_put_may_use_damage(store: Store) -> None:
 def test_verify_leaves_the_lock_of_a_later_put(tmp_path: Path) -> None:
     """Verify that ends leaves the lock to a put that began meanwhile."""
     with open_store(tmp_path / "s", create=True) as made:
-        damaged(made)
+        damage_container(made)
     begun, verified = threading.Event(), threading.Event()
     with open_store(tmp_path / "s", create=True) as store:
 
@@ -232,30 +232,30 @@ def test_verify_leaves_the_lock_of_a_later_put(tmp_path: Path) -> None:
         verified.set()
         putting[0].join(WAIT_SECONDS)
         assert done == ["b"]
-        assert sound_and_listed_by_another(store) == ["b", "broken", "later"]
+        assert list_sound_keys(store) == ["b", "broken", "later"]
 
 
 def test_listing_without_index_leaves_the_lock_of_a_put(store: Store) -> None:
     """A listing that finds no index does not take the lock from a put."""
 
-    def removed() -> tuple[list[str], bool]:
+    def remove_index() -> tuple[list[str], bool]:
         shutil.rmtree(store.root / "index")
-        return listed(store), is_locked(store)
+        return list_keys(store), is_locked(store)
 
-    outcomes = once("commit.begun", removed)
+    outcomes = run_at_failpoint("commit.begun", remove_index)
     store.put("b", CONTENT)
     assert outcomes == [(["a"], True)]
-    assert listed(store) == ["a", "b"]
-    assert sound_and_listed_by_another(store) == ["a", "b", "later"]
+    assert list_keys(store) == ["a", "b"]
+    assert list_sound_keys(store) == ["a", "b", "later"]
 
 
 def test_entries_published_during_verify_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries that a put publishes while verify lists are not withdrawn as missing."""
-    damaged(store)
+    damage_container(store)
     content = random_bytes(200_000, 4)
     ids, begun = store._containers.ids, threading.Event()
 
-    def listed_before_a_put() -> Iterator[tuple[ContainerId, int]]:
+    def list_before_a_put() -> Iterator[tuple[ContainerId, int]]:
         found = list(ids())
         if recorded and not begun.is_set():  # this listing finds the missing entries
             begun.set()
@@ -263,7 +263,7 @@ def test_entries_published_during_verify_are_kept(store: Store, monkeypatch: pyt
         return iter(found)
 
     recorded: list[str] = []
-    monkeypatch.setattr(store._containers, "ids", listed_before_a_put)
+    monkeypatch.setattr(store._containers, "ids", list_before_a_put)
     failpoints.arm((), lambda name: recorded.append(name) if name == "quarantine.done" else None)
     store.verify()
     failpoints.disarm()
@@ -288,7 +288,7 @@ def test_closed_store_keeps_its_lock_until_a_put_ends(store: Store) -> None:
     failpoints.disarm()
     closing[0].join(WAIT_SECONDS)
     assert (locked, is_locked(store)) == ([True], False)
-    assert sound_and_listed_by_another(store) == ["a", "b", "later"]
+    assert list_sound_keys(store) == ["a", "b", "later"]
 
 
 def test_abandoned_put_writes_nothing_after_the_close(store: Store) -> None:
@@ -304,7 +304,7 @@ def test_abandoned_put_writes_nothing_after_the_close(store: Store) -> None:
     with pytest.raises(StoreUnavailable, match="cancelled before commit"):
         list(store.put_many(items()))
     assert sorted(store.root.rglob("*.nk?")) == before
-    assert sound_and_listed_by_another(store) == ["a", "later"]
+    assert list_sound_keys(store) == ["a", "later"]
 
 
 @pytest.mark.parametrize("number", range(1, 4))
@@ -313,7 +313,7 @@ def test_put_waits_for_a_repair_of_the_same_container(store: Store, number: int)
 
     Both found the same copies, and made the same next generation: one of them failed with AlreadyExists.
     """
-    damaged(store)
+    damage_container(store)
     assert store.verify().damage
     content = store.root.parent / "content"
     content.write_bytes(random_bytes(200_000, 2))
@@ -346,7 +346,7 @@ def test_put_waits_for_a_repair_of_the_same_container(store: Store, number: int)
 
 def test_repair_waits_for_a_put_in_another_thread(store: Store) -> None:
     """A repair waits for a put in another thread."""
-    damaged(store)
+    damage_container(store)
     outcomes, threads = list[object](), list[threading.Thread]()
 
     def watch(name: str) -> None:
