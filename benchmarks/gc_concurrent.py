@@ -34,12 +34,12 @@ CHOSEN = settings(
 GC_RUNS = """
 import json, sys, time
 sys.path[:0] = [sys.argv[2]]
-from benchmarks.gc_concurrent import CHOSEN, ROUNDS_MAX
+from benchmarks.gc_concurrent import CHOSEN, GC_RUNS_MAX
 from nearkin import open_store
 from nearkin_shared.errors import StoreLocked
 with open_store(sys.argv[1], settings=CHOSEN, create=True) as store:
     done = 0
-    while done < ROUNDS_MAX:
+    while done < GC_RUNS_MAX:
         cpu, began = time.process_time(), time.perf_counter()
         try:
             report = store.gc()
@@ -50,7 +50,7 @@ with open_store(sys.argv[1], settings=CHOSEN, create=True) as store:
         print(json.dumps({
             "seconds": round(time.perf_counter() - began, 2), "cpu_seconds": round(time.process_time() - cpu, 2),
             "freed_bytes": report.freed_bytes, "deleted": report.containers_deleted,
-            "rewritten": report.containers_rewritten, "condemned": report.pending_delete_containers,
+            "rewritten": report.containers_rewritten, "pending_delete": report.pending_delete_containers,
         }), flush=True)
         if not report.freed_bytes and not report.pending_delete_containers:
             break
@@ -109,13 +109,13 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=60)
     parser.add_argument("--folder", type=Path, help="where the store is made, and left for the next time")
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="nearkin-beside-") as made:
+    with tempfile.TemporaryDirectory(prefix="nearkin-concurrent-") as made:
         folder = chosen.folder or Path(made)
         first = folder / f"{chosen.megabytes}-{chosen.versions}"
         if not first.is_dir():
             make(first, chosen.megabytes, chosen.versions)
         for puts in (False, True):
-            copy = Path(made) / ("beside" if puts else "alone")
+            copy = Path(made) / ("concurrent" if puts else "alone")
             shutil.copytree(first, copy)
             print(json.dumps({copy.name: do_gc_runs(copy, puts=puts)}, indent=1), flush=True)
             shutil.rmtree(copy)

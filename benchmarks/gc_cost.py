@@ -71,7 +71,7 @@ def run(mode: str, scale: int, days: int) -> list[Day]:
     }
     with (
         tempfile.TemporaryDirectory() as folder,
-        count_updates() as told,
+        count_updates() as counts,
         open_store(folder, settings=chosen, clock=lambda: now[0], create=True) as store,
     ):
         for day in range(days):
@@ -83,7 +83,7 @@ def run(mode: str, scale: int, days: int) -> list[Day]:
                 if result.info.version > KEEP:
                     store.delete(key, result.info.version - KEEP)
             now[0] += DAY
-            touched, marked = told.touched, told.marked
+            touched, marked = counts.touched, counts.marked
             read, written = system_bytes()
             began = time.process_time()
             store.gc()
@@ -98,8 +98,8 @@ def run(mode: str, scale: int, days: int) -> list[Day]:
                     stored_bytes(store.root),
                     read_after - read,
                     written_after - written,
-                    told.touched - touched,
-                    told.marked > marked,
+                    counts.touched - touched,
+                    counts.marked > marked,
                     cpu_seconds,
                 )
             )

@@ -157,7 +157,7 @@ def _run(compact_below: float, edit: Edit, given: argparse.Namespace, mode: str,
         ratio = stored_bytes(root) / stored_bytes(fresh)
         return (
             f"{compact_below:<14} {stored_bytes(root):>12,} {stored_bytes(fresh):>12,} {ratio:>6.2f} {rewritten:>10} "
-            f"{cpu_seconds:>6.1f} {held['bases']:>12,} {held['beside']:>12,}"
+            f"{cpu_seconds:>6.1f} {held['bases']:>12,} {held['shared_blocks']:>12,}"
         )
 
 
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--mode", nargs="+", choices=["all", *GC_MODES], help="compare modes, at compact_below 0.9")
     parser.add_argument("--delete-every", type=int, default=1, help="days between deletions of what is not kept")
     parser.add_argument("--scale", type=int, default=1, help="times 8 MB")
-    parser.add_argument("--gather-bytes", default="4MiB", help="gc.merge_block_bytes; 0: never")
+    parser.add_argument("--merge-block-bytes", default="4MiB", help="gc.merge_block_bytes; 0: never")
     given = parser.parse_args()
     edit = stretches if given.edits == "stretches" else small
     if given.mode:
@@ -179,7 +179,7 @@ def main() -> None:
         for mode in GC_MODES if "all" in given.mode else given.mode:
             print(run(0.9, edit, given, mode), flush=True)
         return
-    print("compact_below        stored        fresh  ratio  rewritten  CPU s  held: bases        other")
+    print("compact_below        stored        fresh  ratio  rewritten  CPU s  held: bases shared blocks")
     for compact_below in given.compact_below:
         print(run(compact_below, edit, given), flush=True)
 

@@ -8,12 +8,12 @@ As gc_days.py, but measured each day after its puts, its deletions and its GC ru
 
 Columns, each minus the fresh store's value and in per cent of the fresh store:
 
-`living`      block shares that versions read
-`bases`       block shares needed only as bases of live chunks
-`condemned`   block shares that are pending delete
-`beside`      block shares of dead chunks in blocks that are still needed
-`names`       directories
-`rest`        manifests, tombstones, records
+`live`     block shares that versions read
+`bases`    block shares needed only as bases of live chunks
+`pending`  block shares that are pending delete
+`shared`   block shares of dead chunks in blocks that are still needed
+`names`    directories
+`rest`     manifests, tombstones, records
 
 `due` is the ratio if all data pending delete were deleted; `highest` the highest ratio of the day, measured after its
 puts and after every GC run.
@@ -46,7 +46,7 @@ from nearkin_shared.formats import container_layout
 from tests.support.data.stores import stored_bytes
 from tests.support.fakes.clock import DAY
 
-PARTS = ("living", "bases", "condemned", "beside", "names", "rest")
+PARTS = ("live", "bases", "pending", "shared", "names", "rest")
 Contents = dict[str, bytes]
 Live = dict[tuple[str, int], bytes]
 
@@ -91,10 +91,10 @@ def parts_of(store: Store) -> dict[str, int]:
         pending_mask = np.zeros(len(chunks), np.bool_)
         if container in record:
             pending_mask[record[container].chunks] = True
-        found["living"] += int(shares[live_mask].sum())
+        found["live"] += int(shares[live_mask].sum())
         found["bases"] += int(shares[held & ~live_mask].sum())
-        found["condemned"] += int(shares[pending_mask & ~held].sum())
-        found["beside"] += int(shares[~pending_mask & ~held].sum())
+        found["pending"] += int(shares[pending_mask & ~held].sum())
+        found["shared"] += int(shares[~pending_mask & ~held].sum())
         total += size_bytes
     found["names"] = total - sum(found.values())
     found["rest"] = stored_bytes(store.root) - total
@@ -151,8 +151,8 @@ def run(given: argparse.Namespace, known: dict[int, tuple[int, dict[str, int]]])
                     del live[key, version - given.keep]
             _, before = system_bytes()
             began, rewritten, sizes = time.process_time(), 0, [stored_bytes(store.root)]
-            for _ in range(given.rounds):
-                now[0] += DAY / given.rounds
+            for _ in range(given.gc_runs):
+                now[0] += DAY / given.gc_runs
                 rewritten += store.gc().containers_rewritten
                 sizes.append(stored_bytes(store.root))
             cpu_seconds, (_, after) = time.process_time() - began, system_bytes()
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=GC_MODES, default=MARK_SWEEP)
     parser.add_argument("--compact-below", type=float, default=0.9)
     parser.add_argument(
-        "--rounds", type=int, default=2, help="GC runs a day: with 2 the second frees what the first marks"
+        "--gc-runs", type=int, default=2, help="GC runs a day: with 2 the second frees what the first marks"
     )
     parser.add_argument("--grace-seconds", type=int, default=Settings().gc.grace_seconds)
     parser.add_argument("--fresh", type=Path, help="keep the fresh stores' figures in this file, or take them from it")
@@ -197,7 +197,7 @@ def main() -> None:
     days = []
     for day in run(given, known):
         days.append(day)
-        due, highest = (day.stored - day.parts["condemned"]) / day.fresh, day.highest / day.fresh
+        due, highest = (day.stored - day.parts["pending"]) / day.fresh, day.highest / day.fresh
         print(
             f"{day.day:>4} {day.stored:>10,} {day.fresh:>10,} {day.ratio:>6.3f} {due:>6.3f} {highest:>7.3f}", end=" |"
         )

@@ -2,7 +2,7 @@
 
 Invariant: every version read is compared with the file that was put.
 
-    python -m benchmarks.long_history [-c rdb] [--versions 40] [--every 4] [--gather-bytes 4MiB] [--keep N]
+    python -m benchmarks.long_history [-c rdb] [--versions 40] [--every 4] [--merge-block-bytes 4MiB] [--keep N]
 
 Puts versions in order, does a GC run after every few, and prints after each run the stored bytes, the last put, and
 reads of the oldest and the newest version: seconds, and MB decoded. `--keep`: only the last N versions are kept; the
@@ -75,7 +75,7 @@ def main() -> None:
     given.add_argument("-c", "--corpus", default="rdb")
     given.add_argument("--versions", type=int, default=40)
     given.add_argument("--every", type=int, default=4, help="puts between GC runs")
-    given.add_argument("--gather-bytes", default="4MiB", help="gc.merge_block_bytes; 0: never")
+    given.add_argument("--merge-block-bytes", default="4MiB", help="gc.merge_block_bytes; 0: never")
     given.add_argument("--keep", type=int, help="versions that stay; without: all")
     chosen = given.parse_args()
     (corpus,) = find_corpora([chosen.corpus], chosen.versions)
