@@ -14,7 +14,7 @@ from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.errors import BadInput, ConfigError, Corrupt, RetryableError, TenantErased
 from nearkin_shared.formats.key_record import name_of
 from nearkin_shared.utils import failpoints
-from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
+from tests.support.checks.inspection import check_index_equals_a_rebuilt_one
 from tests.support.data.histories import history, make_store
 from tests.support.data.stores import (
     ENCRYPTED,
@@ -200,7 +200,7 @@ def test_erasure_during_a_gc_run_ends_it_without_drift(root: Path, monkeypatch: 
         assert store.gc().freed_bytes > 0
         assert store.stats().ledger.stored_bytes == stored_bytes(root)
         assert store.verify().damage == ()
-        check_index_is_the_one_a_rebuild_makes(store)
+        check_index_equals_a_rebuilt_one(store)
         assert store.get("theirs").read() == CONTENTS["alone", 1]
 
 

@@ -10,7 +10,7 @@ import pytest
 from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.errors import IndexDamaged
-from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
+from tests.support.checks.inspection import check_index_equals_a_rebuilt_one
 from tests.support.data.stores import ENCRYPTED, settings
 from tests.support.engines.crash import VARIANTS
 from tests.support.engines.crash_child import CHOSEN
@@ -26,7 +26,7 @@ def test_rebuilt_index_of_each_variant_is_equal(tmp_path: Path, variant: Mapping
             store.put("k", content)
         store.put("other", b"content")
         store.delete("other")
-        check_index_is_the_one_a_rebuild_makes(store)
+        check_index_equals_a_rebuilt_one(store)
 
 
 @pytest.mark.parametrize("variant", [{}, ENCRYPTED], ids=["plain", "sealed"])
@@ -42,7 +42,7 @@ def test_version_with_other_fields_is_a_violation(tmp_path: Path, variant: Mappi
             value = names.encode(key, {**fields, "manifest_bytes": fields["manifest_bytes"] + 1})
             txn.put(key, value, db=index._versions)
         with pytest.raises(Violation, match="table versions: 1 entries"):
-            check_index_is_the_one_a_rebuild_makes(store)
+            check_index_equals_a_rebuilt_one(store)
 
 
 @pytest.mark.parametrize("variant", [{}, ENCRYPTED], ids=["plain", "sealed"])

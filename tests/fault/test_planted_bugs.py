@@ -38,7 +38,8 @@ def test_checks_without_a_mistake_find_nothing() -> None:
 import tempfile
 from pathlib import Path
 from tests.support.engines.mutation_engine import BUGS
-for name in ("directory-unchecked", "delta-not-verified", "block-number-given-again", "scrub-skips", "fence-not-asked"):
+names = "directory-unchecked", "delta-not-verified", "block-number-given-again", "scrub-skips", "fence-not-checked"
+for name in names:
     with tempfile.TemporaryDirectory() as folder:
         BUGS[name].hunt(Path(folder), lambda: None)
 """

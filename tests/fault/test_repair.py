@@ -17,7 +17,7 @@ from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.container import decode_container
 from nearkin_shared.formats.container_layout import BLOCK
 from nearkin_shared.results import RepairReport
-from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
+from tests.support.checks.inspection import check_index_equals_a_rebuilt_one
 from tests.support.data.histories import history
 from tests.support.data.stores import (
     SMALL,
@@ -228,7 +228,7 @@ def test_repaired_chunks_are_duplicates_of_a_put(tmp_path: Path, way: str, harm:
                 ledger = store.put(f"again {number}", again).ledger
                 assert ledger.duplicate_chunks == ledger.chunks
             assert not store.verify().damage
-            check_index_is_the_one_a_rebuild_makes(store)
+            check_index_equals_a_rebuilt_one(store)
 
 
 def test_file_of_the_content_repairs_another_changes_nothing(root: Path, tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ with open_store(sys.argv[1], settings=settings(SMALL, {"delta": {"max_depth": 3}
         assert store.repair([content]).damage == ()
         store.gc()
         assert find_broken(store, CONTENTS) == set()
-        check_index_is_the_one_a_rebuild_makes(store)
+        check_index_equals_a_rebuilt_one(store)
 
 
 def test_delta_on_repaired_chunk_reads_with_both_generations(root: Path) -> None:

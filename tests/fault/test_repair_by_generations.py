@@ -15,7 +15,7 @@ from nearkin_maintenance.repair import backup_copies
 from nearkin_shared.errors import SourceFailed
 from nearkin_shared.formats.container import decode_container
 from nearkin_shared.types import ContainerId
-from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
+from tests.support.checks.inspection import check_index_equals_a_rebuilt_one
 from tests.support.data.stores import SMALL, blocks_of, containers, find_broken, flip, settings
 
 CHOSEN = settings(SMALL, {"delta": {"max_depth": 3}})
@@ -74,7 +74,7 @@ def test_copies_older_than_a_gc_run_repair_later_damage(
         assert (report.damage, report.quarantined_chunks) == ((), 0)
         assert find_broken(store, kept) == set()
         assert [path.name[:16] for path in containers(root)] == present  # data freed by GC runs stay freed
-        check_index_is_the_one_a_rebuild_makes(store)
+        check_index_equals_a_rebuilt_one(store)
 
 
 @pytest.mark.parametrize("newest_first", [False, True])

@@ -9,7 +9,7 @@ from pathlib import Path
 from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.formats.parity_object import Scheme, encode_parity
-from tests.support.checks.inspection import check_parity_is_of_what_is_there
+from tests.support.checks.inspection import check_parity_has_objects
 from tests.support.data.histories import history
 from tests.support.data.stores import SMALL, containers, find_broken, flip, manifests, objects, settings, stored_bytes
 
@@ -185,6 +185,6 @@ def test_parity_begun_by_another_process_is_used(root: Path) -> None:
             store.delete(key)
         for _ in range(3):
             store.gc()
-        check_parity_is_of_what_is_there(store)
+        check_parity_has_objects(store)
         flip(containers(root)[0], 50)
         assert [damage.repairable for damage in store.verify().damage] == [True]

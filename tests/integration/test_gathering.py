@@ -243,7 +243,7 @@ def test_index_is_rebuilt_from_merged_containers(store: Store, clock: Clock) -> 
     assert store.stats().ledger.stored_bytes == counted.stored_bytes
     for number in range(1, 6):
         store.delete("k", number)
-    collect_repeatedly(store, clock, rounds=3)
+    collect_repeatedly(store, clock, runs=3)
     rebuilt, verified = store.rebuild_index(), store.verify()
     assert rebuilt.chunks == verified.chunks
     assert rebuilt.segments == store.stats().segments
@@ -288,10 +288,10 @@ def test_merged_blocks_are_deleted_with_versions(store: Store, clock: Clock) -> 
         if number > 4:
             store.delete("k", number - 4)
         clock.now += 2 * DAY
-        collect_repeatedly(store, clock, rounds=1)
+        collect_repeatedly(store, clock, runs=1)
     check(store, range(9, 13))
     clock.now += 8 * DAY
-    collect_repeatedly(store, clock, rounds=6)
+    collect_repeatedly(store, clock, runs=6)
     check(store, range(9, 13))
     with open_store(store.root.parent / "fresh", settings=GATHERED, create=True) as fresh:
         for number in range(9, 13):
@@ -300,7 +300,7 @@ def test_merged_blocks_are_deleted_with_versions(store: Store, clock: Clock) -> 
     for number in range(9, 13):
         store.delete("k", number)
     clock.now += 8 * DAY
-    collect_repeatedly(store, clock, rounds=6)
+    collect_repeatedly(store, clock, runs=6)
     assert list(store._containers.ids()) == []
 
 

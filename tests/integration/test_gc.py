@@ -40,7 +40,7 @@ def test_gc_without_deletions_only_recompresses(reopen: Callable[[], Store], clo
     content = text_like(600_000, 1)
     for edits in (0, 20, 40):
         store.put("k", mutate(content, 1, edits=edits))
-    assert collect_repeatedly(store, clock, rounds=1) > 0
+    assert collect_repeatedly(store, clock, runs=1) > 0
     before = objects(store.root)
     assert collect_repeatedly(store, clock) == 0
     assert objects(store.root) == before
@@ -147,7 +147,7 @@ def test_undeletable_data_is_not_freed(reopen: Callable[[], Store], clock: Clock
     store.put("k", content)
     store.delete("k")
     before = stored_bytes(store.root)
-    assert collect_repeatedly(store, clock, rounds=6) == 0
+    assert collect_repeatedly(store, clock, runs=6) == 0
     assert store.gc(dry_run=True).held["undelete"] > 500_000
     assert stored_bytes(store.root) == before
     assert store.undelete("k") == 1
@@ -403,7 +403,7 @@ def test_predicted_bytes_include_new_records(
         for number in range(1, 7):
             store.delete("some", number)
         clock.now += 6 * DAY
-        assert collect_repeatedly(store, clock, rounds=12) > 540_000
+        assert collect_repeatedly(store, clock, runs=12) > 540_000
         assert [info.version for info in store.versions("few", all_versions=True)] == [7, 8]
         assert store.get("few").read() == content
 

@@ -42,7 +42,7 @@ def test_dead_bases_are_freed_after_rebase(reopen: Callable[[], Store], clock: C
     store = reopen()
     kept = chain(store, clock, versions=14, keep=3)
     before = stored_bytes(store.root)
-    collect_repeatedly(store, clock, rounds=6)
+    collect_repeatedly(store, clock, runs=6)
     with open_store(tmp_path / "fresh", settings=COLLECTED, create=True) as fresh:
         for content in kept.values():
             fresh.put("k", content)
@@ -217,7 +217,7 @@ def test_patch_block_keeps_bases_in_use_only(reopen: Callable[[], Store], clock:
         if key != "k5":
             store.delete(key, 2)
     clock.now += 8 * DAY
-    collect_repeatedly(store, clock, rounds=8)
+    collect_repeatedly(store, clock, runs=8)
     assert store.get("k5").read() == seconds["k5"]
     assert stored_bytes(store.root) < 80_000
 
@@ -289,7 +289,7 @@ def test_full_record_leaves_rest_to_later_runs(
     clock.now += 8 * DAY
     monkeypatch.setattr(f"nearkin_shared.formats.pending_delete_record.{bound[0]}", bound[1])
     assert 0 < store.gc().pending_delete_containers < len(containers(store.root))
-    collect_repeatedly(store, clock, rounds=12)
+    collect_repeatedly(store, clock, runs=12)
     monkeypatch.undo()
     assert store.gc().pending_delete_containers == 0
     for number in range(4):

@@ -21,13 +21,13 @@ COLLECTED = settings(
 """A grace of a day, and an undelete window of a week."""
 
 
-def collect_repeatedly(store: Store, clock: Clock, rounds: int = 4) -> int:
+def collect_repeatedly(store: Store, clock: Clock, runs: int = 4) -> int:
     """Do GC runs a day apart; return the bytes freed.
 
     Raises: AssertionError.
     """
     freed = 0
-    for _ in range(rounds):
+    for _ in range(runs):
         clock.now += DAY
         preview, before = store.gc(dry_run=True), stored_bytes(store.root)
         done = store.gc()

@@ -59,7 +59,7 @@ def copy_opener(root: Path, chosen: Settings) -> Callable[[Path], bytes]:
     return Path.read_bytes
 
 
-def check_index_names_only_what_is_there(root: Path, chosen: Settings) -> None:
+def check_index_names_existing_data(root: Path, chosen: Settings) -> None:
     """Raise Violation if the index names a missing container, chunk or segment, according to the directories.
 
     An index that is missing or incomplete names nothing.
@@ -128,12 +128,12 @@ def check_no_orphans(store: Store) -> None:
     for container in sorted(there - staying):
         raise Violation(f"no version needs container {container:016x}, and no GC run frees it")
     scratch = store.root / "tmp"
-    left = list(scratch.iterdir()) if scratch.is_dir() else []
-    if left:
-        raise Violation(f"half-written: {[path.name for path in left]}")
+    leftovers = list(scratch.iterdir()) if scratch.is_dir() else []
+    if leftovers:
+        raise Violation(f"half-written: {[path.name for path in leftovers]}")
 
 
-def check_parity_is_of_what_is_there(store: Store) -> None:
+def check_parity_has_objects(store: Store) -> None:
     """Raise Violation if parity of a deleted object is left."""
     names = [name for name, _ in LocalObjectStore(store.root).names(FOLDER)]
     orphans = [
@@ -143,7 +143,7 @@ def check_parity_is_of_what_is_there(store: Store) -> None:
         raise Violation(f"parity of deleted objects: {orphans[:3]}")
 
 
-def check_index_is_the_one_a_rebuild_makes(store: Store) -> None:
+def check_index_equals_a_rebuilt_one(store: Store) -> None:
     """Raise Violation if the live index lacks a chunk or segment of a rebuilt one, or lists a version differently."""
     live = store._index.writable().entries()
     if store.rebuild_index().skipped:

@@ -249,8 +249,8 @@ class IndexContract:
 
         def publish(number: int) -> None:
             ready.wait(30)
-            for turn in range(PUBLISHERS):
-                index.publish(made[(number + turn) % PUBLISHERS])
+            for first_thread in range(PUBLISHERS):
+                index.publish(made[(number + first_thread) % PUBLISHERS])
 
         with ThreadPoolExecutor(PUBLISHERS) as pool:
             list(pool.map(publish, range(PUBLISHERS)))

@@ -74,7 +74,7 @@ def kind_of(name: str) -> str:
         "nkt": "mark",
         "nkr": "retention record",
         "json": "descriptor",
-        "nkg": "condemned",
+        "nkg": "pending delete",
         "nkk": "key",
     }.get(suffix, suffix)
 
@@ -207,7 +207,7 @@ def _one(root: Path, before: Mapping[str, bytes], name: str, at: int, bit: int, 
     data = bytearray(before[name])
     data[at] ^= 1 << bit
     (root / name).write_bytes(data)
-    what, is_repaired = f"{name} byte {at} bit {bit}", result.parity != "none" and kind_of(name) != "condemned"
+    what, is_repaired = f"{name} byte {at} bit {bit}", result.parity != "none" and kind_of(name) != "pending delete"
     try:
         named, wrong = bench.damaged_names(), bench.wrong()
         if named != {name}:

@@ -31,10 +31,10 @@ VICTIMS = ("chunker", "dedup", "resemblance", "delta", GATEWAY)
 class Chaos:
     """One run."""
 
-    def __init__(self, folder: Path, seed: int, blobs: int, kills: int, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, seed: int, blobs: int, kills: int, report_line: Callable[[str], None]) -> None:
         self._promises = Promises(seed, blobs, free_port())
         self.report = self._promises.report
-        self._say = say
+        self._print = report_line
         self._kills = kills
         self._random = random.Random(seed)
         self._folder = folder
@@ -43,7 +43,7 @@ class Chaos:
     def run(self) -> Report:
         """Run, settle, and check."""
         started = time.monotonic()
-        self._say(f"seed {self.report.seed}: {self.report.blobs} blobs, {self._kills} kills")
+        self._print(f"seed {self.report.seed}: {self.report.blobs} blobs, {self._kills} kills")
         with self._kafka, self._redis, self._s3, self._pipeline() as pipeline:
             pipeline.start(GATEWAY)
             self._promises.ready()
@@ -52,7 +52,7 @@ class Chaos:
             killer.start()
             puts = self._promises.put_all()
             killer.join()
-            self._say(f"all put after {time.monotonic() - started:.0f} s; settling")
+            self._print(f"all put after {time.monotonic() - started:.0f} s; settling")
             settling = time.monotonic()
             self._promises.ready()
             self._promises.check(puts)
@@ -106,19 +106,19 @@ class Chaos:
                 time.sleep(self._random.uniform(0, 0.5))
                 pipeline.start(victim)
             elif victim == "kafka":
-                self._say(f"{self._promises.done} blobs put: kafka restarts")
+                self._print(f"{self._promises.done} blobs put: kafka restarts")
                 self._kafka.restart()
             elif victim == "redis-flush":
-                self._say(f"{self._promises.done} blobs put: redis is emptied")
+                self._print(f"{self._promises.done} blobs put: redis is emptied")
                 with redis_client.Redis.from_url(self._redis.url) as client:
                     client.flushall()
             elif victim == "redis-kill":
-                self._say(f"{self._promises.done} blobs put: redis is killed")
+                self._print(f"{self._promises.done} blobs put: redis is killed")
                 self._redis.kill()
                 time.sleep(REDIS_AWAY_SECONDS)
                 self._redis.start()
             else:
-                self._say(f"{self._promises.done} blobs put: the S3 server is away")
+                self._print(f"{self._promises.done} blobs put: the S3 server is away")
                 self._s3.stop()
                 time.sleep(S3_AWAY_SECONDS)
                 self._s3.start()

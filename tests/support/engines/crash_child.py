@@ -79,7 +79,7 @@ def work(
     calls: Sequence[Call] | None,
     armed: failpoints.ArmedFailpoint | None,
     chosen: Settings,
-    say: Callable[..., None],
+    report_line: Callable[..., None],
 ) -> None:
     """Check a store, and do calls; if None: collect all garbage instead, and check that nothing is left.
 
@@ -88,15 +88,15 @@ def work(
     recovering = armed is not None and armed.name.startswith(RECOVERING)
     if armed is not None and recovering:
         failpoints.arm([armed])
-    if root.is_dir() and not (oracle.broken is not None and _is_sealed(chosen)):  # a page may hold a whole container
-        inspection.check_index_names_only_what_is_there(root, chosen)
+    if root.is_dir() and not (oracle.broken is not None and _is_encrypted(chosen)):  # a page may hold a whole container
+        inspection.check_index_names_existing_data(root, chosen)
     with open_store(root, settings=chosen, clock=lambda: oracle.now, create=True) as store:
         if oracle.broken is not None:
             repair_damage(store, oracle.broken)
             oracle.broken = None
         oracle.settle(inspection.inspect(store))
         check_bytes(_restore(store, oracle), {version: content(oracle.contents[version]) for version in oracle.live})
-        say("settled", oracle)
+        report_line("settled", oracle)
         if calls is None:
             _end(store, oracle)
             return
@@ -112,13 +112,13 @@ def work(
                 if entry.at_us + chosen.gc.grace_seconds * 1_000_000 <= now_us
             }
             begun = call, inspection.containers(root), frozenset(due)
-            say("begin", *begun)
+            report_line("begin", *begun)
             oracle.begin(*begun)
             perform(store, call)
             oracle.check_containers(inspection.containers(root))
             oracle.acknowledge()
-            say("done")
-        say("passings", failpoints.disarm())
+            report_line("done")
+        report_line("passings", failpoints.disarm())
 
 
 def possible(oracle: Oracle, call: Call) -> bool:
@@ -165,7 +165,7 @@ def perform(store: Store, call: Call) -> None:
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
-def _is_sealed(chosen: Settings) -> bool:
+def _is_encrypted(chosen: Settings) -> bool:
     return chosen.storage.encryption != "none"
 
 
@@ -190,7 +190,7 @@ def _break(store: Store, call: Break) -> None:
             return
         block = draw.choice(raw_blocks)
         at = int(blocks.offsets[block]) + draw.randrange(int(blocks.stored[block]))
-        if _is_sealed(store.settings):
+        if _is_encrypted(store.settings):
             at = HEAD.size + at // PAGE_BYTES * STRIDE_BYTES + at % PAGE_BYTES
     copies = copies_of(root)
     shutil.rmtree(copies, ignore_errors=True)
@@ -211,15 +211,15 @@ def repair_damage(store: Store, broken: Break) -> None:
     copies = copies_of(store.root)
     if not copies.is_dir():  # there was no object to damage
         return
-    given = sorted(copies.glob("*/*.nk?"))
-    report = store.repair(given) if broken.by_copy or broken.manifest else store.repair()
+    copies_given = sorted(copies.glob("*/*.nk?"))
+    report = store.repair(copies_given) if broken.by_copy or broken.manifest else store.repair()
     if report.damage and not broken.manifest:
         files = [copies / f"content-{number}" for number in range(broken.contents)]
         for number, file in enumerate(files):
             file.write_bytes(content(number))
         report = store.repair(files)
-        if report.damage and _is_sealed(store.settings):
-            report = store.repair(given)
+        if report.damage and _is_encrypted(store.settings):
+            report = store.repair(copies_given)
     if report.damage or report.quarantined_chunks:
         raise Violation(f"{broken}: all that is needed was given, and this is left: {report}")
     shutil.rmtree(copies)
@@ -246,8 +246,8 @@ def _end(store: Store, oracle: Oracle) -> None:
     _collect(store, oracle)
     check_bytes(_restore(store, oracle), {version: content(oracle.contents[version]) for version in oracle.live})
     inspection.check_no_orphans(store)
-    inspection.check_parity_is_of_what_is_there(store)
-    inspection.check_index_is_the_one_a_rebuild_makes(store)
+    inspection.check_parity_has_objects(store)
+    inspection.check_index_equals_a_rebuilt_one(store)
     for key in sorted({key for key, _ in oracle.live}):
         call = Delete(key, None)
         oracle.begin(call)
@@ -258,7 +258,7 @@ def _end(store: Store, oracle: Oracle) -> None:
     left = inspection.containers(store.root)
     if left:
         raise Violation(f"all was deleted and collected, and {len(left)} containers are left")
-    inspection.check_parity_is_of_what_is_there(store)
+    inspection.check_parity_has_objects(store)
 
 
 def _collect(store: Store, oracle: Oracle) -> None:

@@ -163,7 +163,7 @@ def hunt_repair(folder: Path, plant: Plant) -> None:
             broken = Break(draw, manifest=False, verify=True, by_copy=False, contents=6)
             crash_child.perform(store, broken)
             crash_child.perform(store, Repair(broken))
-        inspection.check_index_is_the_one_a_rebuild_makes(store)
+        inspection.check_index_equals_a_rebuilt_one(store)
 
 
 class _RemoteObjects(LocalObjectStore):
@@ -202,17 +202,17 @@ class _LeasedObjects(LocalObjectStore):
 
     def __init__(self, root: Path, effects: int) -> None:
         super().__init__(root)
-        self.left = effects
+        self.remaining = effects
 
     def check(self) -> None:
         """Raise StoreUnavailable if the lease has ended."""
-        if self.left <= 0:
+        if self.remaining <= 0:
             raise StoreUnavailable("the lease is over")
 
     def _count(self, name: str) -> None:
-        if self.left <= 0:
+        if self.remaining <= 0:
             raise Violation(f"{name}: written or removed by a maintenance worker whose lease is over")
-        self.left -= 1
+        self.remaining -= 1
 
     def put_new(self, name: str, *parts: Payload) -> None:
         """Write an object, and count it."""
@@ -240,7 +240,7 @@ def hunt_fence(folder: Path, plant: Plant) -> None:
             leased = _LeasedObjects(root, effects)
             with suppress(StoreUnavailable):
                 _collector(store, leased, later).run(NoIndex())
-            over = leased.left <= 0
+            over = leased.remaining <= 0
             for key, content in contents.items():
                 if store.get(key).read() != content:
                     raise Violation(f"{key}: other bytes were read than were put")

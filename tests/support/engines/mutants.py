@@ -160,20 +160,20 @@ def container_before_index() -> None:
     real = nearkin_maintenance.gc.sweep.GcExecutor.sweep
 
     class DelayedIndex:
-        def __init__(self, index: Any, rows: list[Any]) -> None:
-            self._index, self._calls = index, rows
+        def __init__(self, index: Any, withdrawn: list[Any]) -> None:
+            self._index, self._calls = index, withdrawn
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._index, name)
 
-        def withdraw(self, *rows: Any) -> None:
-            self._calls.append(rows)
+        def withdraw(self, *withdrawn: Any) -> None:
+            self._calls.append(withdrawn)
 
     def sweep(self: Any, plan: Any) -> Any:
-        rows: list[Any] = []
-        with _other_index(self.concurrent_writes, lambda index: DelayedIndex(index, rows)):
+        withdrawn: list[Any] = []
+        with _other_index(self.concurrent_writes, lambda index: DelayedIndex(index, withdrawn)):
             removed = real(self, plan)
-        for forgotten in rows:
+        for forgotten in withdrawn:
             with self.concurrent_writes.exclusive() as index:
                 index.withdraw(*forgotten)
         return removed

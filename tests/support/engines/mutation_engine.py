@@ -95,11 +95,11 @@ BUGS: Mapping[str, Bug] = {
         "due data are deleted without another check", "I6", "races", mutants.recheck_skipped,
         detectors.hunt_races(races.lose_manifest),
     ),
-    "condemned-still-a-hit": Bug(
+    "pending-delete-still-found": Bug(
         "the index keeps entries pending delete", "I6", "crash", mutants.pending_delete_still_found,
         detectors.hunt_crashes("gc.done", "gc.recorded"),
     ),
-    "same-round": Bug(
+    "same-run": Bug(
         "a GC run frees data that it marked itself", "I6", "crash",
         mutants.deletes_in_same_run, detectors.hunt_crashes("gc.done", "gc.begun")
     ),
@@ -120,11 +120,11 @@ BUGS: Mapping[str, Bug] = {
         "the store's lock, its lease, is not taken", "I6", "races", mutants.lock_not_taken,
         detectors.hunt_races(races.collect_while_putting),
     ),
-    "came-not-looked-at": Bug(
+    "concurrent-writes-ignored": Bug(
         "a GC run ignores data put while it marked and planned", "I6", "races",
         mutants.concurrent_writes_ignored, detectors.hunt_races(gc_during_put.put_during_gc),
     ),
-    "spared-leans-on-nothing": Bug(
+    "retained-bases-not-kept": Bug(
         "data retained for a put keep none of their bases", "I7", "races",
         mutants.retained_bases_not_kept, detectors.hunt_races(gc_during_put.put_during_gc),
     ),
@@ -132,7 +132,7 @@ BUGS: Mapping[str, Bug] = {
         "puts of a process keep cached blocks of a container that its GC run removes", "I7", "races",
         mutants.read_is_kept, detectors.hunt_races(gc_during_put.put_during_gc),
     ),
-    "turn-without-lock": Bug(
+    "section-without-lock": Bug(
         "a step of a GC run takes no lock", "I6", "races", mutants.exclusive_section_without_lock,
         detectors.hunt_races(races.collect_while_putting),
     ),
@@ -148,15 +148,15 @@ BUGS: Mapping[str, Bug] = {
         "a scrub goes on two containers after the one that it has read", "trust", "damage",
         mutants.scrub_skips_a_container, detectors.hunt_by_scrub,
     ),
-    "healed-removes-first": Bug(
+    "repair-deletes-first": Bug(
         "repair removes the broken generation before the repaired one is durable", "I1", "crash",
         mutants.repair_deletes_first, detectors.hunt_crashes("repair.put"),
     ),
-    "healed-untold": Bug(
+    "repair-not-published": Bug(
         "a repaired container is not published in the index", "local index", "repair",
         mutants.repair_not_published, detectors.hunt_repair,
     ),
-    "fence-not-asked": Bug(
+    "fence-not-checked": Bug(
         "who removes an object does not ask whether the lease is held still", "I6", "fence",
         mutants.fence_not_checked, detectors.hunt_fence,
     ),
@@ -213,8 +213,8 @@ def main(names: tuple[str, ...], folder: Path | None) -> None:
     if unknown:
         raise click.UsageError(f"no such bug: {', '.join(sorted(unknown))}; choose of {', '.join(BUGS)}")
     missed = []
-    with tempfile.TemporaryDirectory(prefix="nearkin-planted-", dir=folder) as place:
-        for name, outcome, message, seconds in hunt_all(names or tuple(BUGS), Path(place)):
+    with tempfile.TemporaryDirectory(prefix="nearkin-planted-", dir=folder) as work_folder:
+        for name, outcome, message, seconds in hunt_all(names or tuple(BUGS), Path(work_folder)):
             click.echo(f"{name}\t{BUGS[name].engine}\t{outcome}\t{seconds:.1f} s\t{' '.join(message.split())[:300]}")
             if outcome != CAUGHT:
                 missed.append(name)

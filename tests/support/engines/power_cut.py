@@ -302,7 +302,7 @@ def write_tree(place: Path, tree: Mapping[str, bytes | None], index: bytes | Non
 
 def _check(place: Path, oracle: Oracle, chosen: Settings, workload: Workload) -> None:
     if not (oracle.broken is not None and chosen.storage.encryption != "none"):  # a page may hold a whole container
-        inspection.check_index_names_only_what_is_there(place, chosen)
+        inspection.check_index_names_existing_data(place, chosen)
     if not (place / "nearkin.json").is_file() and oracle.contents:
         raise Violation("the store's descriptor is missing")
     try:

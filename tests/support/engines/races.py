@@ -27,7 +27,7 @@ from nearkin_shared.errors import NearkinError, NotFound, StoreLocked
 from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.utils import failpoints
-from tests.support.checks.inspection import check_index_is_the_one_a_rebuild_makes
+from tests.support.checks.inspection import check_index_equals_a_rebuilt_one
 from tests.support.data.samples import small_manifest
 from tests.support.data.stores import stored_bytes
 from tests.support.engines.crash_child import CHOSEN, START, content
@@ -72,7 +72,7 @@ class Scene:
                 raise Violation(f"{number} GC runs later {counted} bytes are counted, and {stored} are stored")
             self.now += 2 * DAY
             store.gc()
-        check_index_is_the_one_a_rebuild_makes(store)
+        check_index_equals_a_rebuilt_one(store)
 
 
 def scene(folder: Path) -> Scene:
@@ -309,14 +309,14 @@ def lose_manifest(folder: Path) -> int:
         data = content(4) + content(7)
         made.expected["k", store.put("k", data).info.version] = data
         (path,) = [made.root / name for name, _ in store._manifests.names() if store._manifests.read(name).key == "k"]
-        away = folder / "away"
-        path.rename(away)
+        hidden = folder / "away"
+        path.rename(hidden)
         store.rebuild_index()  # else the index lists the version, and each GC run refuses to start
         made.now += 2 * DAY
         pending = store.gc().pending_delete_containers
         if not pending:
             raise Violation("nothing is pending delete: the scene tests nothing")
-        away.rename(path)
+        hidden.rename(path)
         made.now += 2 * DAY
         store.gc()
         store.rebuild_index()

@@ -79,10 +79,10 @@ DYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
 class Deaths:
     """One run."""
 
-    def __init__(self, folder: Path, seed: int, kills: int, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, seed: int, kills: int, report_line: Callable[[str], None]) -> None:
         self._promises = Promises(seed, BLOBS_A_KILL * kills + 24, free_port())
         self.report = self._promises.report
-        self._say = say
+        self._print = report_line
         self._folder = folder
         draw = random.Random(seed)
         every = [(service, point) for service, points in DYING.items() for point in points]
@@ -98,7 +98,7 @@ class Deaths:
     def run(self) -> Report:
         """Run, settle, and check."""
         started = time.monotonic()
-        self._say(f"seed {self.report.seed}: {len(self._planned)} deaths, up to {self.report.blobs} blobs")
+        self._print(f"seed {self.report.seed}: {len(self._planned)} deaths, up to {self.report.blobs} blobs")
         with self._kafka, self._redis, self._pipeline() as pipeline:
             pipeline.start(GATEWAY)
             self._promises.ready()
@@ -108,7 +108,7 @@ class Deaths:
             puts = self._promises.put_all(lambda: not any(killer.is_alive() for killer in killers))
             for killer in killers:
                 killer.join()
-            self._say(f"{len(puts)} blobs put, all deaths died after {time.monotonic() - started:.0f} s; settling")
+            self._print(f"{len(puts)} blobs put, all deaths died after {time.monotonic() - started:.0f} s; settling")
             settling = time.monotonic()
             self._promises.ready()
             self._promises.check(puts)

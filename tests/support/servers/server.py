@@ -32,7 +32,7 @@ LOOPBACK = "127.0.0.1"
 LOG_LINES = 15
 """Length of the log's end in the error of a server that did not start."""
 LOG_BYTES = 16 * 1024
-GONE_SECONDS = 20.0
+EXIT_SECONDS_MAX = 20.0
 """Wait after a SIGKILL: a large process on a busy machine does not end at once."""
 PORT_TRIES = 100
 
@@ -98,7 +98,7 @@ class Server(ABC):
         self.pid = 0
         """Pid of the server itself, not of its keeper; 0 while it does not run."""
         self._owner_pid = owner_pid or os.getpid()
-        self._left_behind = "-" if self._owner_pid == os.getpid() else str(folder)
+        self._folder_to_remove = "-" if self._owner_pid == os.getpid() else str(folder)
         self._detached = detached
         self._parent: subprocess.Popen[str] | None = None
         self._handle = -1
@@ -151,14 +151,14 @@ class Server(ABC):
             self._signal(signal.SIGTERM)
             if not _wait_for_end(self._handle, self.stop_seconds):
                 self._signal(signal.SIGKILL)
-                _wait_for_end(self._handle, GONE_SECONDS)
+                _wait_for_end(self._handle, EXIT_SECONDS_MAX)
         self._forget()
 
     def kill(self) -> None:
         """Kill the server by SIGKILL, as a crash would; its data stay unchanged."""
         if self._handle >= 0:
             self._signal(signal.SIGKILL)
-            _wait_for_end(self._handle, GONE_SECONDS)
+            _wait_for_end(self._handle, EXIT_SECONDS_MAX)
         self._forget()
 
     def restart(self) -> Self:
@@ -188,7 +188,7 @@ class Server(ABC):
 
     def _launch(self) -> None:
         environment = {**os.environ, **self.environment()}
-        kept = [sys.executable, "-I", "-S", str(supervisor.__file__), str(self._owner_pid), self._left_behind]
+        kept = [sys.executable, "-I", "-S", str(supervisor.__file__), str(self._owner_pid), self._folder_to_remove]
         with self.log.open("a") as log:
             if self._detached:
                 self._parent = subprocess.Popen(
@@ -240,7 +240,7 @@ class Server(ABC):
     def _forget(self) -> None:
         if self._parent is not None:
             try:
-                self._parent.wait(GONE_SECONDS)
+                self._parent.wait(EXIT_SECONDS_MAX)
             except subprocess.TimeoutExpired:  # the keeper of an ended server
                 self._parent.kill()
                 self._parent.wait()
