@@ -123,7 +123,7 @@ class MaintainedStore:
         self._condemned = PendingDeleteStore(covered)
         self._heads = VersionHeads(covered)
         self._quarantine = Quarantine(covered, clock)
-        self.reserve = SpaceReserve(root, lambda: int(self.settings.storage.reserve_bytes))
+        self.reserve = SpaceReserve(root)
         self.pauses = GcPauseFlag(covered, clock, self.reserve)
         self._deletions = Deletions(
             self._manifests,

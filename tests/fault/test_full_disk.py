@@ -190,11 +190,12 @@ def test_index_without_room_is_an_error_not_a_crash(disk: Path, room_kib: int, c
         assert store.get("earlier").read() == EARLIER
 
 
-def test_gc_without_room_frees_whole_containers(disk: Path) -> None:
+def test_gc_without_room_frees_whole_containers(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GC run without room to rewrite containers frees those that are dead as a whole."""
     root = disk / "store"
-    without_reserve = {"storage": {"reserve_bytes": 0}}  # with one a run of this size has room, and raises nothing
-    chosen = settings(CHOSEN, without_reserve, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
+    # With a reserve a run of this size has room, and raises nothing.
+    monkeypatch.setattr(SpaceReserve, "restore", lambda *_, **__: None)
+    chosen = settings(CHOSEN, {"deletion": {"undelete_seconds": 0}, "gc": {"grace_seconds": 0}})
     staying = random_bytes(MIB, 3)
     with open_store(root, settings=chosen, create=True) as store:
         store.put("large", LARGE)
@@ -338,17 +339,7 @@ def test_failed_put_on_full_disk_leaves_room_as_before(disk: Path) -> None:
 def test_reserve_of_a_compressing_file_system_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.3: Blocks that posix_fallocate does not allocate are written with incompressible bytes."""
     monkeypatch.setattr(os, "posix_fallocate", lambda file, at, size: os.ftruncate(file, at + size))
-    SpaceReserve(tmp_path, lambda: 2 * MIB).restore(lambda: 1 << 30)
+    SpaceReserve(tmp_path).restore(lambda: 64 * MIB)
     found = (tmp_path / "reserve").stat()
     assert found.st_blocks * 512 >= found.st_size == 2 * MIB
     assert len(zlib.compress((tmp_path / "reserve").read_bytes())) > 2 * MIB
-
-
-def test_reserve_of_zero_bytes_is_none(tmp_path: Path) -> None:
-    """F.3: `storage.reserve_bytes = 0` removes a reserve and makes none."""
-    with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
-        store.put("k", b"content")
-        assert store.reserve.size_bytes() == MIB
-    with open_store(tmp_path / "s", settings=settings(CHOSEN, {"storage": {"reserve_bytes": 0}}), create=True) as store:
-        store.put("k", b"other")
-        assert store.reserve.size_bytes() == 0

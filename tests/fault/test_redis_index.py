@@ -19,6 +19,7 @@ from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.errors import ConfigError, Corrupt, FormatTooNew, RetryableError, StoreUnavailable
 from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.index.redis.connection import RETRIES
 from nearkin_shared.index.redis.scripts import BUCKET_ENTRIES_MAX
 from nearkin_shared.types import ContainerId
 from tests.support.conformance.index_contract import (
@@ -68,8 +69,9 @@ Connect = Callable[..., RedisIndex]
 def connect(server: RedisServer) -> Iterator[Connect]:
     made = []
 
-    def one(**changes: Any) -> RedisIndex:
-        made.append(RedisIndex(RedisSettings(url=server.url, timeout_seconds=2, **changes), samples.DOMAIN))
+    def one(retries: int = RETRIES, **changes: Any) -> RedisIndex:
+        settings = RedisSettings(url=server.url, **changes)
+        made.append(RedisIndex(settings, samples.DOMAIN, timeout_seconds=2, retries=retries))
         return made[-1]
 
     yield one
@@ -336,7 +338,7 @@ def test_password_is_required_and_never_shown(tmp_path: Path) -> None:
     """The password is required and never shown."""
     with RedisServer(tmp_path, "--requirepass", "s3same") as server:
         with pytest.raises(ConfigError, match=r"redis\.password") as refused:
-            RedisIndex(RedisSettings(url=server.url, password="opn-wrong", retries=0), samples.DOMAIN)
+            RedisIndex(RedisSettings(url=server.url, password="opn-wrong"), samples.DOMAIN, retries=0)
         assert "opn-wrong" not in str(refused.value)
         index = RedisIndex(RedisSettings(url=server.url, password="s3same"), samples.DOMAIN)
         index.publish(first_claims())
@@ -351,7 +353,7 @@ def test_password_changed_under_a_worker_is_retryable(tmp_path: Path) -> None:
     A worker would put aside, as wrong, every message that it was given meanwhile.
     """
     with RedisServer(tmp_path, "--requirepass", "old") as server:
-        index = RedisIndex(RedisSettings(url=server.url, password="old", retries=0), samples.DOMAIN)
+        index = RedisIndex(RedisSettings(url=server.url, password="old"), samples.DOMAIN, retries=0)
         index.publish(first_claims())
         with redis.Redis.from_url(server.url, password="old") as client:
             client.config_set("requirepass", "new")

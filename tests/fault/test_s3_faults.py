@@ -16,7 +16,7 @@ from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, NotFound, StoreUnavailable
-from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.objectstore.base import AlreadyExists, RequestLimits
 from nearkin_shared.objectstore.factory import open_store_of
 from nearkin_shared.objectstore.s3 import S3ObjectStore
 from tests.support.checks.waiting import until
@@ -39,9 +39,9 @@ def direct(versitygw: S3, bucket: str) -> S3ObjectStore:
     return S3ObjectStore(versitygw.settings(bucket))
 
 
-def open_through(proxy: FaultyHttp, server: S3, bucket: str, **changed: object) -> S3ObjectStore:
-    quick: dict[str, Any] = {"request_timeout_seconds": 4, "retries": RETRIES, "retry_seconds": 60}
-    return S3ObjectStore(server.settings(bucket, endpoint=proxy.url, **{**quick, **changed}))
+def open_through(proxy: FaultyHttp, server: S3, bucket: str, retries: int = RETRIES, **changed: Any) -> S3ObjectStore:
+    limits = RequestLimits(request_seconds=4, retries=retries)
+    return S3ObjectStore(server.settings(bucket, endpoint=proxy.url, **changed), limits)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def own(tmp_path_factory: pytest.TempPathFactory, versitygw: S3) -> Iterator[S3]
 
 def test_server_away_for_a_while_only_costs_time(own: S3) -> None:
     """A server that is away for a while costs time and nothing else."""
-    objects = S3ObjectStore(own.settings(own.make_bucket("bucket"), retries=20, retry_seconds=60))
+    objects = S3ObjectStore(own.settings(own.make_bucket("bucket")), RequestLimits(retries=20))
     contents = {f"a/{number}": random_bytes(50_000, number) for number in range(200)}
     failed: list[BaseException] = []
 
@@ -237,7 +237,7 @@ def test_wrong_setup_is_one_line_and_no_empty_store(
     """A wrong setup is one line with the remedy, and never an empty store."""
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # else a role is requested from 169.254.169.254
     direct.put_new("a", DATA)
-    objects = S3ObjectStore(versitygw.settings(bucket, retries=1, **changed))
+    objects = S3ObjectStore(versitygw.settings(bucket, **changed), RequestLimits(retries=1))
     for call in (
         objects.check,
         lambda: objects.get("a"),
@@ -308,7 +308,7 @@ def test_page_of_a_proxy_is_no_answer_about_an_object(versitygw: S3, bucket: str
         thread.start()
         try:
             url = f"http://127.0.0.1:{listener.server_address[1]}"
-            objects = S3ObjectStore(versitygw.settings(bucket, endpoint=url, retries=1, retry_seconds=2))
+            objects = S3ObjectStore(versitygw.settings(bucket, endpoint=url), RequestLimits(retries=1, retry_seconds=2))
             calls: list[Callable[[], object]] = [
                 objects.check,
                 lambda: objects.get("a"),
@@ -332,7 +332,7 @@ def test_session_token_of_the_environment_is_not_sent(
 ) -> None:
     """A session token in the environment is not sent with other keys."""
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of another role")
-    objects = S3ObjectStore(versitygw.settings(bucket, retries=0))
+    objects = S3ObjectStore(versitygw.settings(bucket), RequestLimits(retries=0))
     objects.put_new("a", DATA)
     assert objects.get("a") == DATA
 

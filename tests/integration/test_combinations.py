@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
+from nearkin.embedded import runner
 from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
+from nearkin_chunker import stage
 from nearkin_shared.config.reduction import CHUNKERS, DELTA_CODECS, FEATURES
 from tests.support.data.stores import SMALL, settings
 
@@ -53,8 +55,6 @@ def test_chunker_codec_depth_features_restore(chunker: str, codec: str, depth: i
         {"block": {"level": 1}},
         {"block": {"level": 19}},
         {"delta": {"level": 9, "max_depth": 16}},
-        {"segment": {"target_chunks": 1}},
-        {"segment": {"target_chunks": 1024, "max_bytes": 64 * 1024}},
         {"features": {"count": 4, "super_features": 4, "window_bytes": 64}},
         {"features": {"algorithm": "odess", "sampling_bits": 0}},
         {"chunker": {"min_bytes": 64, "target_bytes": 64, "max_bytes": 64}},
@@ -67,7 +67,7 @@ def test_chunker_codec_depth_features_restore(chunker: str, codec: str, depth: i
             }
         },
         {"chunker": {"min_bytes": 256, "target_bytes": 512, "max_bytes": 2048}},
-        {"runner": {"batch_bytes": 64 << 20, "queue_batches": 16}},
+        {"runner": {"batch_bytes": 64 << 20}},
         {"base": {"cache_bytes": 1 << 20}, "restore": {"cache_bytes": 8 << 20}},
         {"container": {"target_bytes": 64 << 20}, "block": {"raw_bytes": 30 << 20, "delta_bytes": 16 << 20}},
     ],
@@ -84,6 +84,16 @@ def test_settings_at_their_bounds_restore(changes: Mapping[str, Mapping[str, obj
         assert store.verify().damage == ()
     with open_store(tmp_path / "s", settings=settings(), create=True) as store:  # settings of the reader do not matter
         assert store.get("k", 4).read() == VERSIONS[3]
+
+
+@pytest.mark.parametrize(("target_chunks", "bytes_max", "queue_batches"), [(1, 900 * 1024, 0), (1024, 64 * 1024, 16)])
+def test_segments_and_queues_at_their_bounds_restore(
+    target_chunks: int, bytes_max: int, queue_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "SEGMENT_CHUNKS_TARGET", target_chunks)
+    monkeypatch.setattr(stage, "SEGMENT_BYTES_MAX", bytes_max)
+    monkeypatch.setattr(runner, "QUEUE_BATCHES", queue_batches)
+    test_settings_at_their_bounds_restore({}, tmp_path)
 
 
 def test_store_continues_under_other_settings(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nearkin import open_store
+from nearkin.embedded import runner
 from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
 from nearkin_delta.block_encoder import BlockEncoder
 from nearkin_shared.objectstore.base import LocalObjectStore
@@ -43,12 +44,12 @@ def store_and_describe(root: Path, changes: Changes, history: Sequence[bytes] = 
 
 
 @pytest.mark.parametrize("algorithm", ["finesse", pytest.param("odess", marks=pytest.mark.soak)])
-def test_stored_bytes_ignore_queue_state(algorithm: str, tmp_path: Path) -> None:
+def test_stored_bytes_ignore_queue_state(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Store the same puts the same way, whatever the queues contain."""
 
     def store_with(name: str, queue_batches: int) -> tuple[Any, ...]:
-        changes: Changes = {"features": {"algorithm": algorithm}, "runner": {"queue_batches": queue_batches}}
-        return store_and_describe(tmp_path / name, changes)
+        monkeypatch.setattr(runner, "QUEUE_BATCHES", queue_batches)
+        return store_and_describe(tmp_path / name, {"features": {"algorithm": algorithm}})
 
     first = store_with("a", 0)
     assert first[0]["delta_chunks"] > 100  # there is something that could differ
@@ -57,7 +58,8 @@ def test_stored_bytes_ignore_queue_state(algorithm: str, tmp_path: Path) -> None
 
 
 def test_slow_disk_changes_no_stored_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = store_and_describe(tmp_path / "quick", {"runner": {"queue_batches": 4}})
+    monkeypatch.setattr(runner, "QUEUE_BATCHES", 4)
+    quick = store_and_describe(tmp_path / "quick", {})
     real = LocalObjectStore.put_new
 
     def slow(self: Any, name: str, *parts: Any) -> Any:
@@ -65,11 +67,12 @@ def test_slow_disk_changes_no_stored_byte(tmp_path: Path, monkeypatch: pytest.Mo
         real(self, name, *parts)
 
     monkeypatch.setattr(LocalObjectStore, "put_new", slow)
-    assert store_and_describe(tmp_path / "slow", {"runner": {"queue_batches": 4}}) == quick
+    assert store_and_describe(tmp_path / "slow", {}) == quick
 
 
 def test_slow_encoding_changes_nothing_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes: Changes = {"runner": {"queue_batches": 4, "batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}}
+    monkeypatch.setattr(runner, "QUEUE_BATCHES", 4)
+    changes: Changes = {"runner": {"batch_bytes": "2MiB"}, "container": {"target_bytes": "1MiB"}}
     quick = store_and_describe(tmp_path / "quick", changes)
     assert quick[2] >= 3, "containers are filled before the last batch"
     real = BlockEncoder.close

@@ -161,7 +161,7 @@ def test_tls_is_checked_both_ways(certificates: Path, tmp_path: Path) -> None:
         halves: list[dict[str, Any]] = [{"cert_file": cert, "key_file": key}, {"ca_file": cert}]
         for lacking in halves:  # neither proves itself
             with pytest.raises(Exception, match=r"(?i)certificate|ssl|closed"):
-                RedisIndex(replace(RedisSettings(url=url, retries=0), **lacking), samples.DOMAIN)
+                RedisIndex(replace(RedisSettings(url=url), **lacking), samples.DOMAIN, retries=0)
 
 
 @pytest.mark.parametrize("name", ["ca_file", "cert_file", "key_file"])
@@ -325,7 +325,7 @@ def test_failover_closes_replica_connections(tmp_path: Path) -> None:
     """
     with RedisServer(tmp_path / "a") as before, RedisServer(tmp_path / "b") as after:
         address = Address(before)
-        index = RedisIndex(RedisSettings(url=address.url, retries=0), samples.DOMAIN)
+        index = RedisIndex(RedisSettings(url=address.url), samples.DOMAIN, retries=0)
         try:
             index.publish(first_claims())
             with redis.Redis.from_url(after.url) as new, redis.Redis.from_url(before.url) as old:

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, cast
 
 from nearkin.embedded.background_scrub import BackgroundScrubTask
 from nearkin.store import Item, Store, open_store
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.auth.tokens import token_file
 from nearkin_gateway.backends.ingest_backend import UploadRequest, UploadResult, committed_event
 from nearkin_gateway.blocking_threads import WorkerPool, WorkerPools
@@ -91,7 +92,7 @@ def embedded_gateway(settings: Settings, lock_wait_seconds: float = 0.0) -> Gate
     secret = bytes.fromhex(found.secret)
 
     hot = LiveConfig(settings, None, None)
-    outcomes = UploadStatuses(int(settings.gateway.upload_status_bytes))
+    outcomes = UploadStatuses(limits.UPLOAD_STATUS_BYTES)
     outcomes.set_known_from(time.time_ns() // 1_000_000)
     pools = WorkerPools()
     ingest = EmbeddedIngest(store, outcomes, lambda: hot.settings, pools.disk)
@@ -103,7 +104,7 @@ def embedded_gateway(settings: Settings, lock_wait_seconds: float = 0.0) -> Gate
         tickets=UploadIds(secret),
         catalogue=VersionCatalog(objects, found, settings, StoreListing(store)),
         deletions=store.deletions,
-        resumable=Resumable(objects, settings.gateway.resumable_max, shares_of(settings.gateway)),
+        resumable=Resumable(objects, limits.RESUMABLE_MAX, shares_of(settings.gateway)),
         collecting=ingest,
         pauses=store.pauses,
         pools=pools,

@@ -72,6 +72,8 @@ PUBLISHED_ENTRIES = 1 << 14
 """Containers are published together once they bring so many entries, or with a commit: each time a transaction is
 synced, and the first run of each table written again. No more of them wait in memory than of one large container."""
 MANIFEST_THREADS = 8
+QUEUE_BATCHES = 0
+"""Batches that wait between two threads: each takes memory, and one gains no time (docs/adr/0005)."""
 """Syncs of a group's manifests wait side by side: 5,000 small files took 17 s one after another."""
 
 
@@ -166,11 +168,10 @@ class EmbeddedWriter:
         self._stored = Ledger()
         self._reported = Ledger()
         self._committer: Worker[FinishedContainer | _Commit] = Worker("commit", self._commit, 2)
-        batches = settings.runner.queue_batches
-        self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, batches, serial=alone)
+        self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, QUEUE_BATCHES, serial=alone)
         self._chunks = Cutter(settings, fingerprinter, self._arenas, self._reducer.put)
         self._cutter: InlineWorker[FilledArena | _Commit] | Worker[FilledArena | _Commit] = (
-            InlineWorker(self._cut) if alone else Worker("cut", self._cut, batches)
+            InlineWorker(self._cut) if alone else Worker("cut", self._cut, QUEUE_BATCHES)
         )
 
     def __enter__(self) -> Self:

@@ -48,12 +48,12 @@ OPEN_BLOBS_MAX = 4096
 def check_messages_fit(settings: Settings) -> None:
     """Raise ConfigError for settings with which a segment could exceed a message."""
     smallest = max(1, settings.chunker.min_bytes)
-    chunks = -(-int(settings.segment.max_bytes) // smallest) + 1
+    chunks = -(-SEGMENT_BYTES_MAX // smallest) + 1
     each = CHUNK_BYTES_SENT + FRESH_CHUNK_BYTES_SENT + 8 * settings.features.super_features
-    needed = int(settings.segment.max_bytes) + chunks * each + SEGMENT_BYTES_SENT
+    needed = SEGMENT_BYTES_MAX + chunks * each + SEGMENT_BYTES_SENT
     if needed > ROOM_BYTES or chunks > CHUNKS_MAX:
         raise ConfigError(
-            f'chunker.min_bytes "{smallest}": a segment of {settings.segment.max_bytes} bytes may have {chunks} chunks '
+            f'chunker.min_bytes "{smallest}": a segment of {SEGMENT_BYTES_MAX} bytes may have {chunks} chunks '
             f"and take {needed} bytes as a message, more than {ROOM_BYTES}: want chunker.min_bytes >= 1024"
         )
 

@@ -43,10 +43,12 @@ from nearkin_shared.utils.frozen import frozen
 
 _log = logging.getLogger("nearkin.delta")
 
+LINGER_SECONDS = 1.0
+"""Maximum time that chunks stay in an open container; the end of a blob finishes it sooner."""
 SETTLE_SECONDS = 0.02
 """After a blob's end its container is finished if no message arrives for this long: a client waits for its 201."""
 SEAL_SECONDS = 0.5
-"""Allowance, in addition to kafka.linger_ms, to finish, put and publish a container: a lower bound of the grace."""
+"""Allowance, after LINGER_SECONDS, to finish, put and publish a container: a lower bound of the grace."""
 JOBS_MAX = 2
 JOIN_BYTES_MAX = 16 * 1024 * 1024
 """Payload encoded at once, as in the embedded writer's batches: chunks of one batch are no bases within it."""
@@ -117,11 +119,11 @@ class _Run:
 
 def check_grace(settings: Settings) -> None:
     """Raise ConfigError for a grace so short that containers are too old when written."""
-    held_seconds = settings.kafka.linger_ms / 1000 + SEAL_SECONDS
+    held_seconds = LINGER_SECONDS + SEAL_SECONDS
     if settings.gc.grace_seconds < 2 * held_seconds:
         raise ConfigError(
-            f'gc.grace_seconds "{settings.gc.grace_seconds}": services hold a container for up to {held_seconds:.1f} s '
-            "(kafka.linger_ms), and publish none older than half the grace: want "
+            f'gc.grace_seconds "{settings.gc.grace_seconds}": services hold a container for {held_seconds:.1f} s, '
+            "and publish none older than half the grace: want "
             f">= {math.ceil(2 * held_seconds)}, and in production hours, as long as a blob may be in flight"
         )
 
@@ -176,17 +178,17 @@ class DeltaHandler:
         self._collect_finished()
 
     def idle(self) -> float:
-        """Finish the containers that are due: after the end of a blob, or after kafka.linger_ms."""
+        """Finish the containers that are due: after the end of a blob, or after LINGER_SECONDS."""
         now, busy, self._busy = time.monotonic(), self._busy, False
-        linger_seconds, due_seconds = self._settings.kafka.linger_ms / 1000, IDLE_SECONDS
+        due_seconds = IDLE_SECONDS
         for container_state in self._open.values():
             if not container_state.held:
                 continue
             settled = container_state.ended is not None and not busy and now - container_state.ended >= SETTLE_SECONDS
-            if settled or now - container_state.since >= linger_seconds:
+            if settled or now - container_state.since >= LINGER_SECONDS:
                 self._seal(container_state)
             else:
-                left = linger_seconds - (now - container_state.since)
+                left = LINGER_SECONDS - (now - container_state.since)
                 due_seconds = min(due_seconds, left if container_state.ended is None else SETTLE_SECONDS)
         self._committer.check()
         self._collect_finished()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.auth.sessions import Sessions
 from nearkin_gateway.auth.tokens import TokenFile
 from nearkin_gateway.backends.ingest_backend import Ingest
@@ -92,7 +93,7 @@ class Gateway:
         self.audit = AuditLog(self.settings.audit)
         if self.tokens is not None:
             self.tokens.on_change = self.audit.record_token_changes
-        shares, rates = shares_of(bounds), (bounds.slow_bytes_per_second, bounds.busy_bytes_per_second)
+        shares, rates = shares_of(bounds), (limits.SLOW_BYTES_PER_SECOND, limits.BUSY_BYTES_PER_SECOND)
         self.uploads = ConcurrencyLimit("uploads", bounds.uploads_max, shares, rates)
         self.hand_overs = asyncio.Semaphore(HAND_OVERS_MAX)
         self.downloads = ConcurrencyLimit("downloads", bounds.downloads_max, shares, rates)
@@ -100,9 +101,7 @@ class Gateway:
         self.insight = UsageStats(self.catalogue)
         self.readiness = Readiness({"object store": self.catalogue.check, "uploads": self.ingest.check, **self.checks})
         self.sessions = (
-            None
-            if self.tokens is None
-            else Sessions(self.catalogue.secret, self.tokens, self.settings.dashboard.session_hours * 3600)
+            None if self.tokens is None else Sessions(self.catalogue.secret, self.tokens, limits.SESSION_SECONDS)
         )
 
     @property
@@ -118,7 +117,7 @@ class Gateway:
 
 def shares_of(bounds: GatewaySettings) -> Shares:
     """Return the share of each limit that one caller may take."""
-    return Shares(bounds.tenant_share, bounds.token_share, bounds.address_share)
+    return Shares(limits.TENANT_SHARE, limits.TOKEN_SHARE, bounds.address_share)
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -216,9 +216,7 @@ class IngestConsumer:
             return self._watched(frames_of(intake.value or b""), place)
         if self._objects is None:
             raise BadInput("dataref: this consumer has no object store")
-        return self._watched(
-            object_frames(self._objects, intake.dataref, int(self._settings.ingest.dataref_bytes_max)), place
-        )
+        return self._watched(object_frames(self._objects, intake.dataref), place)
 
     def _watched(self, pieces: Iterator[_Piece], place: _Place) -> Iterator[_Piece]:
         """Yield the pieces; poll in between to stay in the group. Raises _PartitionRevoked."""

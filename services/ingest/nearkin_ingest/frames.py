@@ -21,10 +21,12 @@ from nearkin_shared.errors import BadInput, NearkinError, RetryableError, StoreU
 from nearkin_shared.formats.message import BLOB_BYTES, FAILURE_CHARACTERS_MAX, End, Envelope, Frame, encode
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.record_guard import headers_of
-from nearkin_shared.limits import FRAME_BYTES_MAX
+from nearkin_shared.limits import FRAME_BYTES_MAX, GIB
 from nearkin_shared.objectstore.base import ObjectStore, SupportsStamps
 
 STAGE = "ingest"
+DATAREF_BYTES_MAX = 1024 * GIB
+"""A larger object becomes a dead letter: the largest body that a gateway accepts by default."""
 
 
 class DependencyUnavailable(RetryableError):
@@ -38,17 +40,15 @@ def frames_of(value: bytes) -> Iterator[memoryview]:
         yield view[start : start + FRAME_BYTES_MAX]
 
 
-def object_frames(objects: ObjectStore, name: str, bytes_max: int) -> Iterator[bytes]:
+def object_frames(objects: ObjectStore, name: str) -> Iterator[bytes]:
     """Yield an object in frames, one in memory at a time.
 
     Raises: NotFound; BadInput; DependencyUnavailable.
     """
     try:
         size_bytes, _ = began = _stamp(objects, name)
-        if size_bytes > bytes_max:
-            raise BadInput(
-                f"dataref {name!r}: object of {size_bytes} bytes: want at most ingest.dataref_bytes_max ({bytes_max})"
-            )
+        if size_bytes > DATAREF_BYTES_MAX:
+            raise BadInput(f"dataref {name!r}: object of {size_bytes} bytes: want at most {DATAREF_BYTES_MAX}")
         for start in range(0, size_bytes, FRAME_BYTES_MAX):
             stop = min(start + FRAME_BYTES_MAX, size_bytes)
             (piece,) = objects.get_ranges(name, [start], [stop])

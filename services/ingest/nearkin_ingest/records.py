@@ -20,6 +20,7 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import STORE_FOLDERS
 from nearkin_shared.errors import BadInput
 from nearkin_shared.formats.message import BLOB_BYTES
+from nearkin_shared.limits import MIB
 from nearkin_shared.tenant_names import tenant_problem
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.validation import check_key, check_metadata
@@ -29,6 +30,8 @@ CONTENT_TYPE_HEADERS = ("content-type", "ce_datacontenttype")
 """CloudEvents' Kafka binding specifies `content-type`; many producers send `ce_datacontenttype` nevertheless."""
 NOT_METADATA = frozenset({"ce_specversion", *DATAREF_HEADERS, *CONTENT_TYPE_HEADERS})
 DATAREF_CHARACTERS_MAX = 1024
+VALUE_BYTES_MAX = 64 * MIB
+"""A record with a larger value becomes a dead letter: values are held in memory, up to a batch of them."""
 _OBJECT_PART = re.compile(r"[A-Za-z0-9 !$&'()*+,=@:._-]+", re.ASCII)
 """Characters that every object store accepts in a name unchanged."""
 _TENANT_PART = re.compile(r"[A-Za-z0-9._=-]+", re.ASCII)
@@ -104,9 +107,9 @@ def intake_of(record: UserRecord, tenant: str, settings: Settings) -> Intake | N
         if ingest.null_values == "skip":
             return None
         raise BadInput('no value: a blob has bytes, even if zero; ingest.null_values = "skip" skips such records')
-    if record.value is not None and len(record.value) > ingest.value_bytes_max:
+    if record.value is not None and len(record.value) > VALUE_BYTES_MAX:
         raise BadInput(
-            f"value of {len(record.value)} bytes: want at most ingest.value_bytes_max ({ingest.value_bytes_max})"
+            f"value of {len(record.value)} bytes: want at most {VALUE_BYTES_MAX}; send an object's name (dataref)"
         )
     tenant = _tenant(record, tenant, ingest.tenant_header)
     key = _key(record, ingest.key_header)

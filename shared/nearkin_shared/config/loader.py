@@ -99,12 +99,24 @@ def _validate(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings
     plain = make_plain_settings(merged)
     if plain is not None:
         return plain
+    for name, _ in _flatten(merged):
+        _refuse_removed(name, sources)
     from pydantic import TypeAdapter, ValidationError
 
     try:
         return TypeAdapter(Settings).validate_python(merged)
     except ValidationError as err:
         raise _one_line(err, sources) from err
+
+
+def _refuse_removed(name: str, sources: Mapping[str, str]) -> None:
+    """Raise ConfigError if the setting became a constant."""
+    from nearkin_shared.config.removed import REMOVED
+
+    if name in REMOVED:
+        raise ConfigError(
+            f"{name}: no longer a setting, but a constant ({REMOVED[name]}); remove it{_set_by(name, sources)}"
+        )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -148,6 +160,7 @@ def _read_environment() -> dict[str, Any]:
     named = {name.removeprefix(head): text for name, text in folded.items() if name.startswith(head)}
     for name in sorted(named):
         first, *below = name.split("__")
+        _refuse_removed(name.replace("__", "."), {name.replace("__", "."): "environment"})
         known = first in Settings.__dataclass_fields__ or first in OTHER_VARIABLES
         if not known or (below and first not in SECTIONS and first not in OTHER_VARIABLES):
             names = [f"{section}__{field}" for section in SECTIONS for field in _fields(section)]

@@ -46,18 +46,6 @@ class ChunkerSettings:
 
 
 @held
-class SegmentSettings:
-    """How chunks are grouped into segments."""
-
-    __pydantic_config__ = FORBID_OTHERS
-
-    target_chunks: Annotated[int, NumberRange(1, 1024, power_of_two=True)] = 16
-    """Average number of chunks of a segment; known data are found a segment at a time."""
-    max_bytes: Annotated[int, SizeRange(64 * KIB, SEGMENT_BYTES_MAX)] = SEGMENT_BYTES_MAX
-    """Maximum size of a segment."""
-
-
-@held
 class FeatureSettings:
     """How resemblance is detected. Hot: a change never harms stored data."""
 

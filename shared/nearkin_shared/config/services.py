@@ -22,7 +22,7 @@ from nearkin_shared.config.validators import (
     Text,
     TopicTenants,
 )
-from nearkin_shared.limits import GIB, KEY_BYTES_MAX, KIB, MIB
+from nearkin_shared.limits import GIB
 from nearkin_shared.utils.frozen import held
 
 REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
@@ -53,10 +53,6 @@ class RedisSettings:
     """Client certificate, if the server requires one."""
     key_file: str | None = None
     """Private key of `cert_file`."""
-    timeout_seconds: Annotated[int, NumberRange(1, 300)] = 5
-    """Timeout of connecting and of each reply, in seconds."""
-    retries: Annotated[int, NumberRange(0, 100)] = 6
-    """Attempts after the first one; the waits double from 50 ms up to 1 s."""
     prefix: Annotated[str, Text(64)] = "nearkin"
     """Prefix of all keys: two stores may share a server."""
     partitions: Annotated[int, NumberRange(1, 4096, power_of_two=True)] = 16
@@ -110,19 +106,15 @@ class KafkaSettings:
     """Whether records on internal topics without a MAC are accepted. "accept" is for an upgrade from a release that
     sends none. Records with a wrong MAC are always refused.
     """
-    batch_messages: Annotated[int, NumberRange(1, 256)] = 32
-    """Messages that a worker processes in one batch: 32 MiB at their largest."""
     session_timeout_ms: Annotated[int, NumberRange(6_000, 300_000)] = 10_000
     """A worker that sends no heartbeat for this time loses its partitions to the others."""
     upload_idle_seconds: Annotated[int, NumberRange(1, 86_400)] = 300
-    """An upload that receives no frame for this long fails. Must exceed `gateway.slow_seconds` plus 10: a client may
-    send nothing for that long.
+    """An upload that receives no frame for this long fails. Must exceed 40: a gateway waits 30 s for a byte, then sends
+    a frame within 10 s.
     """
     retention_hours: Annotated[int, NumberRange(1, 87_600)] = 168
     """Retention of this store's topics, dead letters included: the longest time that a stage may be down without loss.
     """
-    linger_ms: Annotated[int, NumberRange(1, 60_000)] = 1_000
-    """How long the delta worker may keep chunks in an open container; the end of a blob finishes it sooner."""
 
 
 @held
@@ -141,14 +133,10 @@ class IngestSettings:
     """Header whose value is the tenant of the record: producers then choose the tenant."""
     null_values: Annotated[str, NameChoice(NULL_VALUES)] = "reject"
     """A record without a value becomes a dead letter (`reject`) or is ignored (`skip`)."""
-    value_bytes_max: Annotated[int, SizeRange(1, GIB)] = 64 * MIB
-    """A record with a larger value becomes a dead letter."""
     dataref_prefix: Annotated[str | None, ObjectPrefix(STORE_FOLDERS)] = None
     """Folder of the object store with the objects that records may name; {tenant} is replaced by the tenant. Unset:
     records may name no object.
     """
-    dataref_bytes_max: Annotated[int, SizeRange(1, 2048 * GIB)] = 1024 * GIB
-    """A larger object becomes a dead letter."""
     retry_seconds: Annotated[int, NumberRange(1, 604_800)] = 3600
     """How long a record may block its partition while a dependency is unavailable; then it becomes a dead letter."""
 
@@ -179,58 +167,24 @@ class GatewaySettings:
     """`kafka`: in front of the services; `embedded`: a whole store in this process (`nearkin serve`)."""
     body_bytes_max: Annotated[int, SizeRange(1, 2048 * GIB)] = 1024 * GIB
     """A larger body is refused with 413."""
-    key_bytes_max: Annotated[int, NumberRange(1, KEY_BYTES_MAX)] = KEY_BYTES_MAX
-    """A longer key is refused with 414."""
-    header_bytes_max: Annotated[int, SizeRange(4 * KIB, MIB)] = 64 * KIB
-    """Maximum size of a request's head, metadata included; a larger head is refused with 431."""
     connections_max: Annotated[int, NumberRange(1, 65_536)] = 1024
     """Maximum number of connections; further ones are refused with 503."""
     uploads_max: Annotated[int, NumberRange(1, 4096)] = 128
     """Concurrent uploads; each buffers one frame of at most 900 KiB."""
     downloads_max: Annotated[int, NumberRange(1, 1024)] = 32
     """Concurrent restores; each buffers at most four pieces of 4 MiB, and with S3 32 MiB of blocks in flight."""
-    tenant_share: Annotated[float, ShareRange(1.0)] = 0.75
-    """The share of uploads, downloads, explanations and open resumable uploads that one tenant may use."""
-    token_share: Annotated[float, ShareRange(1.0)] = 0.5
-    """The same share for one token."""
     address_share: Annotated[float, ShareRange(1.0)] = 0.75
-    """The same share for one peer address (IPv6: one /64). Behind a proxy all callers have its address: set 1."""
-    idle_per_address_max: Annotated[int, NumberRange(1, 65_536)] = 256
-    """Connections of one peer address that sent no complete request head, or are idle after a response; for one more
-    the oldest is closed. At `connections_max` the oldest of all addresses is closed.
+    """The share of uploads, downloads, explanations and open resumable uploads that one peer address may use (IPv6: one
+    /64). Behind a proxy all callers have its address: set 1.
     """
     requests_per_second: Annotated[int, NumberRange(0, 1_000_000)] = 1000
     """Rate for each token (without tokens: each address), in bursts of as many requests; 0: unlimited."""
-    upload_unacknowledged_bytes: Annotated[int, SizeRange(MIB, GIB)] = 8 * MIB
-    """Bytes of one upload that are sent to Kafka and not acknowledged."""
-    unacknowledged_bytes: Annotated[int, SizeRange(MIB, 16 * GIB)] = 48 * MIB
-    """Bytes of all uploads that are sent to Kafka and not acknowledged."""
-    slow_seconds: Annotated[int, NumberRange(1, 3600)] = 30
-    """See `slow_bytes_per_second`."""
-    slow_bytes_per_second: Annotated[int, NumberRange(1, 1_000_000_000)] = 1024
-    """A client that sends or receives less than this over `slow_seconds` is disconnected."""
-    busy_bytes_per_second: Annotated[int, NumberRange(1, 1_000_000_000)] = 65_536
-    """The same bound when all permitted uploads, or downloads, are active; from half of them on the bound rises towards
-    it.
-    """
-    upload_status_bytes: Annotated[int, SizeRange(MIB, 4 * GIB)] = 64 * MIB
-    """Memory for results of uploads; the oldest are removed first."""
-    upload_status_minutes: Annotated[int, NumberRange(1, 10_080)] = 60
-    """How far back a starting gateway reads results of uploads."""
     resumable_hours: Annotated[int, NumberRange(1, 720)] = 24
     """A resumable upload must be complete this long after its creation."""
-    resumable_empty_minutes: Annotated[int, NumberRange(1, 43_200)] = 10
-    """A resumable upload without any byte expires this long after its creation."""
-    resumable_max: Annotated[int, NumberRange(1, 1_000_000)] = 10_000
-    """Open resumable uploads of all tenants together."""
-    partial_uploads_max: Annotated[int, NumberRange(1, 1000)] = 256
-    """Partial uploads that one final upload may concatenate (tus `Upload-Concat`)."""
     access_log: bool = True
     """Log a line for each request except successful probes (logger `nearkin.access`)."""
     cors_origins: Annotated[tuple[str, ...], Origins()] = ()
     """Web origins (`https://app.example`, `*` for all) whose pages may use the API with a token. Empty: none."""
-    checked_patch_bytes: Annotated[int, SizeRange(MIB, 16 * GIB)] = 64 * MIB
-    """A PATCH with `Upload-Checksum` is kept on local disk until its checksum is verified."""
     shutdown_seconds: Annotated[int, NumberRange(1, 3600)] = 30
     """Requests in progress may take this long after the gateway is asked to stop."""
 
@@ -243,8 +197,6 @@ class DashboardSettings:
 
     enabled: bool = True
     """Serve the dashboard."""
-    session_hours: Annotated[int, NumberRange(1, 168)] = 8
-    """Lifetime of a login, bounded by the lifetime of its token."""
 
 
 @held
@@ -272,12 +224,6 @@ class AuditSettings:
     """
     reads: bool = True
     """Also record reads, listings and dashboard pages; changes and authentication are always recorded."""
-    per_second: Annotated[int, NumberRange(0, 100_000)] = 100
-    """Maximum records a second for each tenant and event, in bursts of as many; further ones are counted. Changes are
-    always recorded. 0: unlimited.
-    """
-    window_seconds: Annotated[int, NumberRange(1, 3600)] = 60
-    """Repeated use, and repeated failure, of one token from one address is combined into one record per window."""
     path: Annotated[str, Text(4096)] | None = None
     """File for the audit records, as JSON with mode 0600; reopened after it was moved. Unset: with the other logs."""
 

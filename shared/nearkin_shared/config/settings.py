@@ -18,7 +18,6 @@ from nearkin_shared.config.reduction import (
     ContainerSettings,
     DeltaSettings,
     FeatureSettings,
-    SegmentSettings,
 )
 from nearkin_shared.config.services import (
     AuditSettings,
@@ -86,7 +85,6 @@ class Settings:
     tenant: Annotated[str, TenantName()] = "default"
     """Tenant whose blobs a command or an embedded gateway puts and gets; services read it from the token."""
     chunker: ChunkerSettings = ChunkerSettings()
-    segment: SegmentSettings = SegmentSettings()
     features: FeatureSettings = FeatureSettings()
     base: BaseSettings = BaseSettings()
     delta: DeltaSettings = DeltaSettings()
@@ -121,11 +119,6 @@ class Settings:
                 f'ingest.topics "{reserved[0]}": topics that start with kafka.topic_prefix '
                 f'"{self.kafka.topic_prefix}" are '
                 "reserved for Nearkin; choose another topic or prefix"
-            )
-        if self.chunker.max_bytes > self.segment.max_bytes:
-            raise ValueError(
-                f"chunker.max_bytes {self.chunker.max_bytes}: want at most segment.max_bytes "
-                f"({self.segment.max_bytes}): a chunk never spans segments"
             )
 
 

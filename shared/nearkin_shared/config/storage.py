@@ -24,7 +24,6 @@ from nearkin_shared.config.validators import (
 from nearkin_shared.limits import GIB, KIB, MIB
 from nearkin_shared.utils.frozen import held
 
-INDEXES = ("lmdb",)
 MARK_SWEEP, HYBRID, REFCOUNT, EXPIRY = GC_MODES = ("mark-sweep", "hybrid", "refcount", "expiry")
 STORE_FOLDERS = (
     *("containers", "manifests", "gc", "parity", "pause", "quarantine", "scrub", "keys", "heads"),
@@ -52,10 +51,6 @@ class StorageSettings:
     page_cache: Annotated[str, NameChoice(PAGE_CACHES)] = "drop"
     """Page cache of containers in a folder. `drop`: evict a container once it is durable, as suits backups; `keep`: for
     a slow disk where the next version follows soon (docs/adr/0031).
-    """
-    reserve_bytes: Annotated[int, SizeRange(0, GIB)] = 64 * MIB
-    """Maximum size of the file `reserve` of a store in a folder, so that `rm`, `forget`, `gc` and `gc --pause` work on
-    a full disk; 0: none. The file takes 1/32 of the stored bytes, at least 1 MiB.
     """
     key_file: Annotated[str | None, Text(4096)] = None
     """File with the key-encryption keys, the newest first (`nearkin keys generate FILE`). Only its owner may read it.
@@ -105,8 +100,6 @@ class IndexSettings:
 
     __pydantic_config__ = FORBID_OTHERS
 
-    backend: Annotated[str, NameChoice(INDEXES)] = "lmdb"
-    """Index of a local store; services use Redis."""
     map_bytes: Annotated[int, SizeRange(16 * MIB, 16 * 1024 * GIB)] = 64 * GIB
     """Maximum size of a local index: about 170 bytes a chunk."""
     path: Annotated[str | None, LocalFolder()] = None
@@ -134,10 +127,6 @@ class RunnerSettings:
 
     batch_bytes: Annotated[int, SizeRange(2 * MIB, 64 * MIB)] = 16 * MIB
     """Bytes that are chunked, fingerprinted and reduced in one batch; three batches are in memory."""
-    queue_batches: Annotated[int, NumberRange(0, 16)] = 0
-    """Batches that may wait between two threads; 0: a batch is handed over when the next thread is free. Each takes
-    memory.
-    """
 
 
 @held
@@ -169,14 +158,6 @@ class ObjectStoreSettings:
     """PEM certificates of the authorities that issued the server's certificate."""
     checksum: Annotated[str, NameChoice(OBJECT_CHECKSUMS)] = "sha256"
     """Checksum sent with each object; the server verifies it before it acknowledges."""
-    connect_timeout_seconds: Annotated[int, NumberRange(1, 60)] = 5
-    """Timeout of opening a connection."""
-    request_timeout_seconds: Annotated[int, NumberRange(1, 600)] = 60
-    """Timeout of a whole request, its body included."""
-    retries: Annotated[int, NumberRange(0, 100)] = 12
-    """Attempts after the first one."""
-    retry_seconds: Annotated[int, NumberRange(1, 3600)] = 60
-    """No attempt begins later than this after the first one."""
 
     def __post_init__(self) -> None:
         """Refuse half a pair of keys, and an unencrypted endpoint without `allow_http`."""
@@ -308,11 +289,6 @@ class GcSettings:
     sign_old_records: bool = False
     """Let a run add a MAC to tombstones of an older release; without a MAC their versions are never freed. Set it for
     one run after an upgrade, if no one else could write to the store.
-    """
-    clock_gap_seconds_max: Annotated[int, NumberRange(3_600, 3_153_600_000)] = 7_776_000
-    """A run frees nothing if its clock is more than this ahead of the last recorded activity in the store, a container
-    written or a run completed: the clock is then probably wrong. If it is right, set `gc.trust_clock`. Without the
-    record of an earlier run all gaps between containers count.
     """
     trust_clock: bool = False
     """Let a run trust this machine's clock, however far it is ahead of the times in the store. Set it for one run."""

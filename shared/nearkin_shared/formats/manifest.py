@@ -265,7 +265,7 @@ def _problem(tenant_bytes: int, key_bytes: int, metadata_bytes: int, created_us:
     if not 0 <= created_us <= CREATED_US_MAX:
         return f"created {created_us} us after 1970: want a time from 1970 to 9999"
     if segments > SEGMENTS_MAX:
-        return f"{segments} segments: want at most {SEGMENTS_MAX}; raise segment.target_chunks"
+        return f"{segments} segments: want at most {SEGMENTS_MAX}; raise chunker.target_bytes"
     return None
 
 

@@ -255,7 +255,7 @@ def _header(
 def _join(parts: Sequence[Buffer]) -> bytes:
     data = b"".join(parts)
     if len(data) > MESSAGE_BYTES_MAX:
-        raise BadInput(f"message of {len(data)} bytes: want at most {MESSAGE_BYTES_MAX}; lower segment.max_bytes")
+        raise BadInput(f"message of {len(data)} bytes: want at most {MESSAGE_BYTES_MAX}; raise chunker.min_bytes")
     return data
 
 

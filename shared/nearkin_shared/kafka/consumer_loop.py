@@ -39,6 +39,8 @@ IDLE_SECONDS = 0.25
 COMMIT_SECONDS = 0.5
 RETRY_SECONDS_MAX = 60.0
 RESTART_SECONDS = 1.0
+BATCH_MESSAGES = 32
+"""Messages that a worker processes in one batch: 32 MiB at their largest."""
 GATHER_SECONDS = 1.0
 """How long a batch may grow while messages stream: one at a time costs a stage three times what one of sixteen does.
 No caller waits for it: a caller that waits has sent an end, which ends the batch."""
@@ -186,7 +188,7 @@ class Loop:
 
         In a stream of messages also those that arrive within GATHER_SECONDS, unless an end is among them.
         """
-        room = self._settings.kafka.batch_messages
+        room = BATCH_MESSAGES
         first = self._consumer.poll(self._idle_seconds)
         metrics.RECORD_AGE.labels(self._stage).set(_age_seconds(first))
         if first is None:

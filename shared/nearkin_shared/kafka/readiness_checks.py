@@ -8,7 +8,6 @@ Invariant: a check is quick and has connections of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Generic, TypeVar
 
 from confluent_kafka import KafkaException
@@ -18,6 +17,7 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import RetryableError, StoreUnavailable
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.kafka.clients import connection, topic, unavailable
+from nearkin_shared.objectstore.base import RequestLimits
 from nearkin_shared.objectstore.factory import open_objects
 from nearkin_shared.observability.readiness import Check
 from nearkin_shared.storage import descriptor
@@ -40,18 +40,8 @@ class _Kept(Generic[Made]):
         return self._made
 
 
-def _with_short_timeouts(settings: Settings) -> Settings:
-    """Return the settings of clients that give up within CHECK_SECONDS."""
-    return replace(
-        settings,
-        redis=replace(settings.redis, timeout_seconds=min(CHECK_SECONDS, settings.redis.timeout_seconds), retries=0),
-        object_store=replace(
-            settings.object_store,
-            connect_timeout_seconds=CHECK_SECONDS,
-            request_timeout_seconds=CHECK_SECONDS,
-            retries=0,
-        ),
-    )
+def _quick_index(settings: Settings) -> RedisIndex:
+    return RedisIndex(settings.redis, timeout_seconds=CHECK_SECONDS, retries=0)
 
 
 def redis_memory_check(settings: Settings) -> Check:
@@ -59,7 +49,7 @@ def redis_memory_check(settings: Settings) -> Check:
 
     It passes if Redis is unreachable: a gateway accepts uploads then, which wait in Kafka.
     """
-    redis = _Kept(lambda: RedisIndex(_with_short_timeouts(settings).redis, b""))
+    redis = _Kept(lambda: _quick_index(settings))
 
     def has_no_memory_fault() -> None:
         try:
@@ -74,10 +64,10 @@ def redis_memory_check(settings: Settings) -> Check:
 
 def checks_of(settings: Settings) -> dict[str, Check]:
     """Return the checks of Kafka, Redis and the object store, each within some seconds."""
-    quick = _with_short_timeouts(settings)
+    limits = RequestLimits(connect_seconds=CHECK_SECONDS, request_seconds=CHECK_SECONDS, retries=0)
     admin = _Kept(lambda: AdminClient(connection(settings, "nearkin-check")))
-    redis = _Kept(lambda: RedisIndex(quick.redis, b""))
-    objects = _Kept(lambda: open_objects(quick))
+    redis = _Kept(lambda: _quick_index(settings))
+    objects = _Kept(lambda: open_objects(settings, limits=limits))
 
     def kafka_answers() -> None:
         try:

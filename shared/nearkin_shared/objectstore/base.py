@@ -24,6 +24,7 @@ from nearkin_shared.limits import KIB, MANIFEST_BYTES_MAX, MIB, OBJECT_BYTES_MAX
 from nearkin_shared.objectstore.file_publishing import NO_FOLDER_SYNC, NO_LINKS, is_same_file, rename_new
 from nearkin_shared.utils.buffers import SMALLEST_BYTES, BufferPool
 from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.mounts import network_type
 from nearkin_shared.utils.private_files import FILE_MODE, FOLDER_MODE, check_linked_folder, check_no_link
 
@@ -35,6 +36,23 @@ PARTS_WRITTEN_MAX = 1024
 """Of parts in one call: Linux takes no more."""
 DROPPED_BYTES_MIN = 256 * KIB
 """Smaller objects stay in the page cache: they are read again and again, and take no room to speak of."""
+
+
+@frozen
+class RequestLimits:
+    """Timeouts and retries of requests to a bucket.
+
+    `request_seconds` includes the body; no retry begins later than `retry_seconds` after the first attempt.
+    """
+
+    connect_seconds: int = 5
+    request_seconds: int = 60
+    retries: int = 12
+    retry_seconds: int = 60
+
+
+REQUEST_LIMITS = RequestLimits()
+"""A server that restarts or fails over is back within a minute."""
 
 
 class AlreadyExists(PermanentError):

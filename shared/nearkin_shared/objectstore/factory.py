@@ -15,7 +15,7 @@ from nearkin_shared.errors import ConfigError, Corrupt, NoStore, NotFound, Store
 from nearkin_shared.formats import key_record, reed_solomon
 from nearkin_shared.formats.parity_object import scheme_of
 from nearkin_shared.objectstore import parity as objectstore_parity
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore, ObjectStore
+from nearkin_shared.objectstore.base import REQUEST_LIMITS, AlreadyExists, LocalObjectStore, ObjectStore, RequestLimits
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.objectstore.parity import ParityObjectStore, read_decoded
 from nearkin_shared.storage import containers, descriptor
@@ -23,12 +23,11 @@ from nearkin_shared.storage.chunking_record import check_service_settings
 from nearkin_shared.utils.private_files import make_private_folders
 
 
-def open_objects(settings: Settings, *, services: bool = True) -> ObjectStore:
+def open_objects(settings: Settings, *, services: bool = True, limits: RequestLimits = REQUEST_LIMITS) -> ObjectStore:
     """Open `object_store.url`, or the folder `store` if that is not set.
 
     `storage.create` creates the folder. `services`: the error for a missing folder names their remedy, otherwise that
-    of
-    the command.
+    of the command. `limits`: of requests to a bucket, if not the usual ones.
 
     Raises NotFound for a missing folder; ConfigError when neither is set or the address is none; StoreUnavailable with
     the remedy when it cannot be reached: no such bucket, wrong keys, no server, no permission.
@@ -42,7 +41,7 @@ def open_objects(settings: Settings, *, services: bool = True) -> ObjectStore:
     if url.startswith("s3://"):
         from nearkin_shared.objectstore.s3 import S3ObjectStore
 
-        bucket = S3ObjectStore(settings.object_store)
+        bucket = S3ObjectStore(settings.object_store, limits)
         bucket.check()
         return bucket
     folder = Path(unquote(urlsplit(url).path) if url.startswith("file://") else url).expanduser()

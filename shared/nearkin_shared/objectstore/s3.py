@@ -22,7 +22,7 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,14 @@ from obstore.store import S3Store
 
 from nearkin_shared.config.storage import ObjectStoreSettings
 from nearkin_shared.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
-from nearkin_shared.objectstore.base import AlreadyExists, Payload, check_size, join_parts
+from nearkin_shared.objectstore.base import (
+    REQUEST_LIMITS,
+    AlreadyExists,
+    Payload,
+    RequestLimits,
+    check_size,
+    join_parts,
+)
 from nearkin_shared.objectstore.obstore_adapter import REFUSALS, ObstoreObjectStore
 from nearkin_shared.storage import descriptor
 
@@ -80,13 +87,12 @@ class S3ObjectStore(ObstoreObjectStore):
 
     far = True
 
-    def __init__(self, settings: ObjectStoreSettings) -> None:
+    def __init__(self, settings: ObjectStoreSettings, limits: RequestLimits = REQUEST_LIMITS) -> None:
         """Make the client; no request is sent. Raises ConfigError."""
         self._where = Where.parse(settings)
-        self._tries = 1 + settings.retries
-        self._tries_seconds = settings.retry_seconds
-        self._once = _client(self._where, settings, tries=1)
-        super().__init__(_client(self._where, settings, self._tries))
+        self._limits = limits
+        self._once = _client(self._where, settings, replace(limits, retries=0))
+        super().__init__(_client(self._where, settings, limits))
 
     def put_new(self, name: str, *parts: Payload) -> None:
         """Write an object. Raises AlreadyExists, StoreUnavailable (the result is unknown in time)."""
@@ -101,7 +107,7 @@ class S3ObjectStore(ObstoreObjectStore):
         token = secrets.token_hex(16)
         tries = Retrying(
             retry=retry_if_exception_type(_OutcomeUnknown),
-            stop=stop_after_attempt(self._tries) | stop_after_delay(self._tries_seconds),
+            stop=stop_after_attempt(1 + self._limits.retries) | stop_after_delay(self._limits.retry_seconds),
             wait=wait_random_exponential(BACKOFF_SECONDS, BACKOFF_SECONDS_MAX),
             reraise=True,
         )
@@ -267,7 +273,7 @@ class Where:
         return f"bucket {self.bucket}{at}"
 
 
-def _client(where: Where, settings: ObjectStoreSettings, tries: int) -> S3Store:
+def _client(where: Where, settings: ObjectStoreSettings, limits: RequestLimits) -> S3Store:
     config: S3Config = {
         "region": settings.region,
         "conditional_put": "etag",
@@ -291,8 +297,8 @@ def _client(where: Where, settings: ObjectStoreSettings, tries: int) -> S3Store:
         config["checksum_algorithm"] = settings.checksum.upper()
     client_options: ClientConfig = {
         "allow_http": settings.allow_http,
-        "connect_timeout": timedelta(seconds=settings.connect_timeout_seconds),
-        "timeout": timedelta(seconds=settings.request_timeout_seconds),
+        "connect_timeout": timedelta(seconds=limits.connect_seconds),
+        "timeout": timedelta(seconds=limits.request_seconds),
     }
     if settings.ca_file is not None:
         try:
@@ -300,8 +306,8 @@ def _client(where: Where, settings: ObjectStoreSettings, tries: int) -> S3Store:
         except OSError as err:
             raise ConfigError(f'object_store.ca_file "{settings.ca_file}": {err.strerror}') from err
     retry_config: RetryConfig = {
-        "max_retries": tries - 1,
-        "retry_timeout": timedelta(seconds=settings.retry_seconds),
+        "max_retries": limits.retries,
+        "retry_timeout": timedelta(seconds=limits.retry_seconds),
         "backoff": {
             "init_backoff": timedelta(seconds=BACKOFF_SECONDS),
             "max_backoff": timedelta(seconds=BACKOFF_SECONDS_MAX),

@@ -83,7 +83,7 @@ REQUEST_SECONDS = Histogram(
 RECEIVED_BYTES = Counter("nearkin_http_received_bytes", "Bytes of requests' bodies.")
 SENT_BYTES = Counter("nearkin_http_sent_bytes", "Bytes of answers' bodies.")
 AUDIT_EVENTS = Counter("nearkin_audit_events", "Events for the audit log, suppressed ones included.", ["event"])
-AUDIT_SUPPRESSED = Counter("nearkin_audit_suppressed", "Events whose record audit.per_second left out.", ["event"])
+AUDIT_SUPPRESSED = Counter("nearkin_audit_suppressed", "Events whose record the audit log's rate left out.", ["event"])
 AUDIT_LOST = Counter("nearkin_audit_lost", "Records that could not be written to audit.path.")
 
 # --- every process ---------------------------------------------------------------------------------------------------

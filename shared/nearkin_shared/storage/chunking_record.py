@@ -158,7 +158,7 @@ class ChunkingGuard:
         if self.record is not None and not self._conflict(self.record):
             try:
                 self.settings = _adopt(settings, self.record, self._is_explicit)
-            except ConfigError as err:  # such as segment.max_bytes below the store's chunker.max_bytes
+            except ConfigError as err:  # such as chunker.min_bytes above the store's chunker.max_bytes
                 self._problem = err
 
     def prepare_put(self) -> None:

@@ -24,6 +24,8 @@ from nearkin_shared.utils.private_files import nearest_folder
 NAME = "reserve"
 SMALLEST_BYTES = MIB
 """A mark takes about 20 KiB of a full disk (file, folder, pages of the index), a small GC run about 300 KiB."""
+LARGEST_BYTES = 64 * MIB
+"""Enough for the index pages of a run over 2 GiB of new data; a larger file would only take space from puts."""
 STORE_SHARE = 32
 """Share of the stored bytes, 1 in 32, that covers the index pages that a GC run writes."""
 FREE_TIMES = 4
@@ -39,10 +41,8 @@ class SpaceReserve:
     Removing and renaming the file are atomic.
     """
 
-    def __init__(self, root: Path, most_bytes: Callable[[], int]) -> None:
-        """Create the reserve; `most_bytes` returns `storage.reserve_bytes`, 0 for none."""
+    def __init__(self, root: Path) -> None:
         self._path = root / NAME
-        self._most_bytes = most_bytes
 
     def size_bytes(self) -> int:
         """Return the size of the reserve, 0 if there is none."""
@@ -70,14 +70,10 @@ class SpaceReserve:
 
         Raises: StoreUnavailable.
         """
-        limit_bytes, existing_bytes = self._most_bytes(), self.size_bytes()
-        if not limit_bytes:
-            if existing_bytes:
-                self._remove()
-            return
+        existing_bytes = self.size_bytes()
         if existing_bytes and not grow:
             return
-        target_bytes = min(limit_bytes, max(SMALLEST_BYTES, stored_bytes() // STORE_SHARE))
+        target_bytes = min(LARGEST_BYTES, max(SMALLEST_BYTES, stored_bytes() // STORE_SHARE))
         if existing_bytes * 2 > target_bytes:
             return
         try:
@@ -87,11 +83,6 @@ class SpaceReserve:
             _allocate(self._path.with_name("tmp"), self._path, target_bytes)
         except OSError as err:
             _log.debug("%s: reserve not created: %s", self._path, err)
-
-    def _remove(self) -> None:
-        """Remove a reserve that the settings disable."""
-        with suppress(OSError):
-            os.unlink(self._path)
 
     def run(self, action: Callable[[], Answer], again: Callable[[], Answer] | None = None) -> Answer:
         """Return the result of `action`; if the disk is full, release the reserve and retry.

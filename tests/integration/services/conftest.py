@@ -12,8 +12,7 @@ from tests.support.servers.gateways import RunningGateway, embedded, running
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    settings = embedded(tmp_path_factory.mktemp("store"), {"gateway": {"key_bytes_max": 600}})
-    with running(settings) as found:
+    with running(embedded(tmp_path_factory.mktemp("store"))) as found:
         yield found
 
 

@@ -94,16 +94,17 @@ class World:
         return self.gateway.client(self.token(*scopes, tenant=tenant))
 
 
-def world(folder: Path, **audit: Any) -> Iterator[World]:
+def world(folder: Path, audit: dict[str, Any] | None = None, **bounds: float) -> Iterator[World]:
     file = folder / "tokens.json"
     tokens.create(file, "default", ["read"])
-    with running(embedded(folder / "store", {"auth": {"tokens_file": str(file)}, "audit": audit})) as gateway:
+    changes = {"auth": {"tokens_file": str(file)}, "audit": audit or {}}
+    with running(embedded(folder / "store", changes), **bounds) as gateway:
         yield World(gateway, file)
 
 
 @pytest.fixture
 def audited_world(tmp_path: Path) -> Iterator[World]:
-    yield from world(tmp_path, window_seconds=1)
+    yield from world(tmp_path, AUDIT_WINDOW_SECONDS=1)
 
 
 def store_and_read(client: httpx.Client) -> None:
@@ -246,8 +247,8 @@ def test_flood_of_bad_tokens_costs_few_records(audited_world: World, collected: 
 
 
 def test_reads_beyond_the_rate_are_counted_and_changes_kept(tmp_path: Path, collected: Collected) -> None:
-    """Beyond `audit.per_second` reads are summed up by event; no deletion is left out."""
-    for audited_world in world(tmp_path, window_seconds=3600, per_second=5):
+    """Beyond AUDIT_RECORDS_PER_SECOND reads are summed up by event; no deletion is left out."""
+    for audited_world in world(tmp_path, AUDIT_WINDOW_SECONDS=3600, AUDIT_RECORDS_PER_SECOND=5):
         with audited_world.client() as client:
             for number in range(8):
                 client.put(f"/v1/blobs/{number}", content=b"x")
@@ -266,7 +267,7 @@ def test_reads_beyond_the_rate_are_counted_and_changes_kept(tmp_path: Path, coll
 
 def test_success_is_recorded_once_in_a_window(tmp_path: Path, collected: Collected) -> None:
     """The first use of a token from an address is a record, further ones are a number."""
-    for audited_world in world(tmp_path, window_seconds=3600):
+    for audited_world in world(tmp_path, AUDIT_WINDOW_SECONDS=3600):
         with audited_world.client("read") as client:
             for _ in range(10):
                 client.get("/v1/blobs")
@@ -280,7 +281,7 @@ def test_reads_and_the_whole_log_can_be_turned_off(
     tmp_path: Path, collected: Collected, audit: dict[str, Any], kept: set[str]
 ) -> None:
     """`audit.reads` leaves changes and authentication, `audit.enabled` nothing."""
-    for audited_world in world(tmp_path, **audit):
+    for audited_world in world(tmp_path, audit):
         with audited_world.client() as client:
             client.put("/v1/blobs/a", content=b"x")
             client.get("/v1/blobs/a")
@@ -351,7 +352,7 @@ def test_blocked_audit_path_loses_records_and_no_request(
     before = lost.get()
     bad = {"Authorization": f"Bearer {BAD}"}
     with log_setup.audit_file(with_changes(Settings(), {"audit": {"path": str(path)}})):
-        for audited_world in world(tmp_path, window_seconds=1):
+        for audited_world in world(tmp_path, AUDIT_WINDOW_SECONDS=1):
             url = f"{audited_world.gateway.url}/v1/blobs"
             with audited_world.client() as client:
                 assert client.put("/v1/blobs/a", content=b"1").status_code == 201

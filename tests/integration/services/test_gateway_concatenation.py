@@ -24,8 +24,8 @@ PARTIAL = {"Upload-Concat": "partial"}
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    changes = {"gateway": {"partial_uploads_max": 3, "body_bytes_max": "4MiB"}}
-    with running(embedded(tmp_path_factory.mktemp("store"), changes)) as found:
+    changes = {"gateway": {"body_bytes_max": "4MiB"}}
+    with running(embedded(tmp_path_factory.mktemp("store"), changes), PARTIAL_UPLOADS_MAX=3) as found:
         yield found
 
 

@@ -30,17 +30,10 @@ SLOW_SECONDS = 1
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    bounds = {
-        "body_bytes_max": 4 * MIB,
-        "header_bytes_max": 8192,
-        "slow_seconds": SLOW_SECONDS,
-        "slow_bytes_per_second": 1000,
-        "uploads_max": 4,
-        "tenant_share": 1,  # one caller fills all of it
-        "address_share": 1,
-        "connections_max": 40,
-    }
-    with running(embedded(tmp_path_factory.mktemp("store"), {"gateway": bounds})) as found:
+    changes = {"body_bytes_max": 4 * MIB, "uploads_max": 4, "address_share": 1, "connections_max": 40}
+    bounds = {"HEADER_BYTES_MAX": 8192, "SLOW_SECONDS": SLOW_SECONDS, "SLOW_BYTES_PER_SECOND": 1000}
+    settings = embedded(tmp_path_factory.mktemp("store"), {"gateway": changes})
+    with running(settings, **bounds, TENANT_SHARE=1) as found:  # one caller fills all of it
         yield found
 
 
@@ -107,8 +100,8 @@ def test_slow_body_above_least_rate_is_accepted(tmp_path: Path) -> None:
             time.sleep(0.1)
             yield b"x" * 2000  # 20,000 bytes a second for 5 s: below the least rate only where 2 s go by without any
 
-    slow = {"slow_seconds": 2, "slow_bytes_per_second": 1000}
-    with running(embedded(tmp_path, {"gateway": slow})) as gateway, gateway.client() as client:
+    slow = {"SLOW_SECONDS": 2, "SLOW_BYTES_PER_SECOND": 1000}
+    with running(embedded(tmp_path), **slow) as gateway, gateway.client() as client:
         assert client.put("/v1/blobs/steady", content=steadily()).json()["size_bytes"] == 100_000
 
 
@@ -248,7 +241,7 @@ def test_metadata_that_cannot_be_kept_are_refused(gateway: RunningGateway) -> No
 
 @pytest.mark.parametrize("least", [1024, MIB])
 def test_sleeping_reader_is_disconnected(tmp_path: Path, least: int) -> None:
-    with running(embedded(tmp_path, {"gateway": {"slow_seconds": 1, "slow_bytes_per_second": least}})) as gateway:
+    with running(embedded(tmp_path), SLOW_SECONDS=1, SLOW_BYTES_PER_SECOND=least) as gateway:
         with gateway.client() as client:
             assert client.put("/v1/blobs/long", content=os.urandom(24 * MIB)).status_code == 201
         with socket.socket() as connection:
@@ -261,8 +254,7 @@ def test_sleeping_reader_is_disconnected(tmp_path: Path, least: int) -> None:
 
 def test_slow_reader_above_least_rate_gets_all(tmp_path: Path) -> None:
     content = os.urandom(3 * MIB)
-    bounds = {"slow_seconds": 1, "slow_bytes_per_second": 4 * 1024}
-    with running(embedded(tmp_path, {"gateway": bounds})) as gateway:
+    with running(embedded(tmp_path), SLOW_SECONDS=1, SLOW_BYTES_PER_SECOND=4 * 1024) as gateway:
         with gateway.client() as client:
             client.put("/v1/blobs/slow", content=content)
         with socket.socket() as connection:

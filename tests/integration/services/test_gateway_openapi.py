@@ -41,10 +41,10 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway
     folder = tmp_path_factory.mktemp("openapi")
     tokens.create(folder / "tokens.json", "default", ["read"])
     changes = {
-        "gateway": {"slow_seconds": 2, "requests_per_second": 0},
+        "gateway": {"requests_per_second": 0},
         "auth": {"tokens_file": str(folder / "tokens.json")},
     }
-    with running(embedded(folder / "store", changes)) as found:
+    with running(embedded(folder / "store", changes), SLOW_SECONDS=2) as found:
         yield found
 
 

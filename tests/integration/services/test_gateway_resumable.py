@@ -31,15 +31,13 @@ from tests.support.servers.gateways import RunningGateway, embedded, running
 
 MIB = 1024 * 1024
 TUS = {"Tus-Resumable": "1.0.0"}
-WHOLE = {"tenant_share": 1, "address_share": 1}
-"""One caller may have all there is."""
 OCTETS = {**TUS, "Content-Type": "application/offset+octet-stream"}
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    changes = {"gateway": {"checked_patch_bytes": "2MiB", "body_bytes_max": "64MiB", "slow_seconds": 2}}
-    with running(embedded(tmp_path_factory.mktemp("store"), changes)) as found:
+    settings = embedded(tmp_path_factory.mktemp("store"), {"gateway": {"body_bytes_max": "64MiB"}})
+    with running(settings, CHECKED_PATCH_BYTES=2 * MIB, SLOW_SECONDS=2) as found:
         yield found
 
 
@@ -492,7 +490,7 @@ def test_expired_upload_is_404(tmp_path: Path) -> None:
 
 def test_uploads_beyond_the_limit_are_refused(tmp_path: Path) -> None:
     with (
-        running(embedded(tmp_path, {"gateway": {"resumable_max": 2, **WHOLE}})) as gateway,
+        running(embedded(tmp_path, {"gateway": {"address_share": 1}}), RESUMABLE_MAX=2, TENANT_SHARE=1) as gateway,
         gateway.client() as client,
     ):
         begin(client, "a", 5)

@@ -26,8 +26,8 @@ from tests.support.checks.waiting import until
 from tests.support.servers.gateways import embedded, running
 
 TUS = {"Tus-Resumable": "1.0.0"}
-WHOLE = {"tenant_share": 1, "address_share": 1}
-"""One caller may have all there is."""
+WHOLE = {"gateway": {"address_share": 1}}
+"""With TENANT_SHARE=1 one caller may have all there is."""
 OCTETS = {**TUS, "Content-Type": "application/offset+octet-stream", "Upload-Offset": "0"}
 
 
@@ -44,7 +44,7 @@ def begin_upload(client: httpx.Client, key: str, length: int) -> httpx.Response:
 def test_dropping_finished_keeps_the_limit(tmp_path: Path) -> None:
     """Make no room beyond the limit of open uploads by dropping finished ones."""
     with (
-        running(embedded(tmp_path, {"gateway": {"resumable_max": 3, **WHOLE}})) as gateway,
+        running(embedded(tmp_path, WHOLE), RESUMABLE_MAX=3, TENANT_SHARE=1) as gateway,
         gateway.client() as client,
     ):
         for key in ("a", "b"):
@@ -73,7 +73,7 @@ def test_upload_begun_during_the_count_counts(tmp_path: Path, monkeypatch: pytes
 
 def test_creation_refused_for_its_body_is_free(tmp_path: Path) -> None:
     """Keep no slot and no bytes of a creation refused for its body."""
-    with running(embedded(tmp_path, {"gateway": {"resumable_max": 1, **WHOLE}})) as gateway:
+    with running(embedded(tmp_path, WHOLE), RESUMABLE_MAX=1, TENANT_SHARE=1) as gateway:
         described = f"key {base64.b64encode(b'k').decode()}"
         headers = {**OCTETS, "Upload-Length": "3", "Upload-Metadata": described}
         wrong = {**headers, "Upload-Checksum": f"sha256 {base64.b64encode(bytes(32)).decode()}"}

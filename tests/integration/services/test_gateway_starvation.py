@@ -93,11 +93,11 @@ def test_half_sent_heads_deny_no_other_client(tmp_path: Path) -> None:
 
 
 def test_half_sent_heads_of_one_address_are_bounded(tmp_path: Path) -> None:
-    """Bound one address to `idle_per_address_max` idle connections.
+    """Bound one address to IDLE_PER_ADDRESS_MAX idle connections.
 
     Leave those of others open.
     """
-    with running(embedded(tmp_path, {"gateway": {"idle_per_address_max": 5}})) as gateway, ExitStack() as held:
+    with running(embedded(tmp_path), IDLE_PER_ADDRESS_MAX=5) as gateway, ExitStack() as held:
         other = held.enter_context(half_sent(gateway.port, "127.0.0.3"))
         heads = [held.enter_context(half_sent(gateway.port, "127.0.0.2")) for _ in range(12)]
         until(lambda: gateway.connections == 6)
@@ -108,7 +108,7 @@ def test_half_sent_heads_of_one_address_are_bounded(tmp_path: Path) -> None:
 def test_busy_connection_is_never_closed_for_another(tmp_path: Path) -> None:
     """Treat a connection with a request in progress as busy, however many its address opens."""
     with (
-        running(embedded(tmp_path, {"gateway": {"idle_per_address_max": 1}})) as gateway,
+        running(embedded(tmp_path), IDLE_PER_ADDRESS_MAX=1) as gateway,
         socket.create_connection(("127.0.0.1", gateway.port), timeout=30) as busy,
     ):
         busy.sendall(b"PUT /v1/blobs/k HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nab")
@@ -135,7 +135,7 @@ def test_slow_readers_of_one_token_deny_no_other_tenant(tmp_path: Path) -> None:
                 until(lambda: gateway.gateway.downloads.taken_count == taken)  # noqa: B023 - it is called before the next one
             refused = client.get("/v1/blobs/big", headers={"Range": "bytes=0-9"})
             assert (refused.status_code, refused.json()["type"]) == (429, "urn:nearkin:problem:share-exceeded")
-            assert "gateway.token_share" in refused.json()["detail"]
+            assert "2 downloads of this token are running" in refused.json()["detail"]
         with gateway.client(victim) as client:  # a slot was free for it: only the blob is not
             assert client.get("/v1/blobs/big").status_code == 404
         with gateway.gateway.downloads.one(Holders("victim", "v", "127.0.0.9")):
@@ -166,7 +166,7 @@ def test_holdings_refuse_beyond_each_share(kind: str, places: int) -> None:
     for number in range(places):
         holdings.check_room(holders_of(number))
         holdings.add(number, holders_of(number))
-    with pytest.raises(Problem, match=f"gateway.{kind}_share") as refused:
+    with pytest.raises(Problem, match=f"places of this {kind} are") as refused:
         holdings.check_room(Holders("x", "x", "2001:db8::ffff") if kind == "address" else holders_of(99))  # one /64
     assert refused.value.status == 429
     for number in range(places, 8):
@@ -179,9 +179,10 @@ def test_holdings_refuse_beyond_each_share(kind: str, places: int) -> None:
 
 
 def test_empty_uploads_hold_a_share_and_expire_in_minutes(tmp_path: Path) -> None:
-    """Bound a tenant's empty uploads; delete them after `resumable_empty_minutes`."""
-    changes = {"resumable_max": 4, "tenant_share": 0.5, "address_share": 1, "resumable_empty_minutes": 1}
-    with running(embedded(tmp_path, {"gateway": changes})) as gateway, gateway.client() as client:
+    """Bound a tenant's empty uploads; delete them after RESUMABLE_EMPTY_SECONDS."""
+    bounds = {"RESUMABLE_MAX": 4, "TENANT_SHARE": 0.5, "RESUMABLE_EMPTY_SECONDS": 60}
+    settings = embedded(tmp_path, {"gateway": {"address_share": 1}})
+    with running(settings, **bounds) as gateway, gateway.client() as client:
         headers = {"Tus-Resumable": "1.0.0", "Upload-Length": "1", "Upload-Metadata": "key aw=="}
         answers = [client.post("/v1/uploads", headers=headers) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [201, 201, 429]

@@ -27,6 +27,7 @@ from urllib.parse import quote_from_bytes, unquote
 from starlette.types import Message
 
 from nearkin.embedded.gateway_backend import embedded_gateway
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.app import THREADS_MAX, create_app, openapi_document, with_middleware
 from nearkin_gateway.server import make_gateway
 from tests.support.data.stores import SMALL
@@ -62,7 +63,8 @@ class _Running:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nearkin-fuzz-")
-        bounds = {"requests_per_second": 0, "slow_seconds": 5, "body_bytes_max": "1MiB"}
+        self._slow_seconds, limits.SLOW_SECONDS = limits.SLOW_SECONDS, 5
+        bounds = {"requests_per_second": 0, "body_bytes_max": "1MiB"}
         chosen = embedded(Path(self._folder.name) / "store", {**SMALL, "gateway": bounds})
         self.loop = asyncio.new_event_loop()
         app = create_app(make_gateway(chosen, embedded=embedded_gateway))

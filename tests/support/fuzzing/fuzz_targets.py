@@ -325,14 +325,14 @@ def _headers(data: bytes) -> object:
     pairs = [(name.strip().lower(), value.strip()) for name, _, value in (line.partition(b":") for line in lines[1:])]
     headers, info = Headers(raw=pairs), samples.small_manifest().info
     steps: list[Callable[[], object]] = [
-        lambda: decode_key(lines[0].decode("latin-1"), 1024),
+        lambda: decode_key(lines[0].decode("latin-1")),
         lambda: announced_sha256(headers),
         lambda: wants_sha256(headers),
         lambda: metadata_of(headers),
         lambda: wanted_range(headers, info),
         lambda: not_modified(headers, info, named=True),
         lambda: precondition_of_put(headers),
-        lambda: parse_metadata(headers.get("upload-metadata", ""), 1024, needs_key=True),
+        lambda: parse_metadata(headers.get("upload-metadata", ""), needs_key=True),
         lambda: parse_concat(headers.get("upload-concat"), 16),
     ]
     for step in steps:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from uvicorn import Server
 
 from nearkin.embedded.gateway_backend import embedded_gateway
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.server import make_gateway, make_server
 from nearkin_gateway.state import Gateway
 from nearkin_shared.config.loader import with_changes
@@ -85,9 +87,22 @@ def embedded(store: Path, changes: Mapping[str, Any] | None = None) -> Settings:
     return with_changes(with_changes(Settings(), base), changes or {})
 
 
+_LIMITS = {name: value for name, value in vars(limits).items() if name.isupper()}
+
+
 @contextmanager
-def running(settings: Settings) -> Iterator[RunningGateway]:
-    """Run a gateway in a thread."""
+def running(settings: Settings, **bounds: float) -> Iterator[RunningGateway]:
+    """Run a gateway in a thread, with `bounds` in place of constants of nearkin_gateway.gateway_limits."""
+    assert bounds.keys() <= _LIMITS.keys(), bounds
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**_LIMITS, **bounds}.items():
+            patch.setattr(limits, name, value)
+        with _running(settings) as found:
+            yield found
+
+
+@contextmanager
+def _running(settings: Settings) -> Iterator[RunningGateway]:
     gateway = make_gateway(settings, embedded=embedded_gateway)
     server = make_server(settings, gateway)
     thread = threading.Thread(target=server.run, name="gateway", daemon=True)

@@ -17,8 +17,10 @@ from nearkin_resemblance import feature_algorithms as sketches
 from nearkin_shared.config import reduction as config_reduction
 from nearkin_shared.config import settings as config_settings
 from nearkin_shared.config.loader import load, with_changes
+from nearkin_shared.config.removed import REMOVED
 from nearkin_shared.config.settings import PROFILES, Settings
 from nearkin_shared.errors import ConfigError
+from nearkin_shared.limits import SEGMENT_BYTES_MAX
 from tests.support.data.samples import noise
 
 CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": 60}
@@ -202,7 +204,7 @@ def test_each_chunker_cuts_within_the_bounds_of_settings(algorithm: str) -> None
             continue
         named = dict(zip(("min_bytes", "target_bytes", "max_bytes"), bounds, strict=True))
         settings, _ = load(None, {"chunker": {"algorithm": algorithm, **named}})
-        lengths = chunkers.chunker(settings.chunker, settings.segment.max_bytes)(data, True)
+        lengths = chunkers.chunker(settings.chunker, SEGMENT_BYTES_MAX)(data, True)
         assert int(lengths.sum()) == len(data)
 
 
@@ -228,7 +230,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"chunker": {"algorithm": "cdc"}}, ['chunker.algorithm "cdc": choose', "fastcdc"]),
     ({"delta": {"codec": "gdelta"}}, ['delta.codec "gdelta": choose none, patch or xdelta3']),
     ({"base": {"policy": "best"}}, ['base.policy "best": choose first-fit']),
-    ({"index": {"backend": "redis"}}, ['index.backend "redis": choose lmdb']),
+    ({"index": {"backend": "lmdb"}}, ["index.backend: no longer a setting, but a constant (lmdb); remove it"]),
     ({"profile": "fast"}, ['profile "fast": choose archive, default or finesse-paper']),
     ({"profile": ["default"]}, ["profile", "['default']", "choose archive, default or finesse-paper"]),
     ({"delta": {"max_depth": 64}}, ['delta.max_depth "64"', "1 to 63"]),
@@ -239,8 +241,8 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"chunker": {"min_bytes": 16384}}, ["min_bytes 16384", "want min <= target <= max"]),
     ({"chunker": {"max_bytes": "1MiB"}}, ["chunker.max_bytes", "1MiB", "921600"]),
     ({"chunker": {"algorithm": "rabin", "min_bytes": 128}}, ["min_bytes 128", "rabin wants >= 256"]),
-    ({"chunker": {"max_bytes": 131072}, "segment": {"max_bytes": 65536}}, ["chunker.max_bytes 131072", "at most"]),
-    ({"segment": {"target_chunks": 12}}, ["segment.target_chunks", "12", "power of two"]),
+    ({"segment": {"target_chunks": 12}}, ["segment.target_chunks: no longer a setting, but a constant (16)"]),
+    ({"redis": {"partitions": 48}}, ["redis.partitions", "48", "power of two"]),
     ({"features": {"count": 10}}, ["count 10", "multiple of super_features (3)"]),
     ({"base": {"cache_bytes": "lots"}}, ['base.cache_bytes "lots"']),
     ({"base": {"cache_bytes": -1}}, ['base.cache_bytes "-1"']),
@@ -253,7 +255,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"tenant": "a\ud800"}, ["tenant"]),
     ({"ingest": {"topics": ["t=a\nb"]}}, ["ingest.topics", "tenant: want", "without line ends"]),
     ({"retention": {"policies": [{"tenant": "a\nb", "keep_last": 1}]}}, ["tenant", "without line ends"]),
-    ({"runner": {"queue_batches": 99}}, ['runner.queue_batches "99"', "0 to 16"]),
+    ({"kafka": {"replication": 99}}, ['kafka.replication "99"', "1 to 9"]),
     ({"block": {"level": 23}}, ['block.level "23"', "1 to 22"]),
     ({"chunker": {"algorthm": "rabin"}}, ['chunker.algorthm "rabin"', "no such setting"]),
     ({"chunkers": {"algorithm": "rabin"}}, ["chunkers", "no such setting"]),
@@ -286,6 +288,23 @@ def test_refusal_is_one_line_of_field_value_and_remedy(given: dict[str, Any], co
     assert "\n" not in text
     assert len(text) < 300
     assert [part for part in complaint if part not in text] == [], text
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_removed_setting_is_refused_with_its_constant(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section, _, field = name.partition(".")
+    said = rf"^{name}: no longer a setting, but a constant \({REMOVED[name]}\); remove it \(set by "
+    file = toml(tmp_path, f"[{section}]\n{field} = 1")
+    with pytest.raises(ConfigError, match=rf"{said}file {file}\)$"):
+        load(file)
+    variable = f"NEARKIN_{section.upper()}__{field.upper()}"
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ConfigError, match=rf"{said}environment {variable}\)$"):
+        load()
+    with pytest.raises(ConfigError, match="no longer a setting"):
+        with_changes(Settings(), {section: {field: 1}})
 
 
 def test_misspelled_section_shows_no_secret() -> None:
@@ -401,7 +420,7 @@ def test_settings_are_immutable() -> None:
         ({"url": "rediss://h", "cert_file": "c.pem"}, "cert_file and key_file: give both or neither"),
         ({"prefix": "a{b}"}, 'prefix "a{b}": use no braces'),
         ({"partitions": 48}, 'redis.partitions "48": want a power of two'),
-        ({"timeout_seconds": 0}, 'redis.timeout_seconds "0": want 1 to 300'),
+        ({"timeout_seconds": 0}, "redis.timeout_seconds: no longer a setting, but a constant (5)"),
     ],
 )
 def test_redis_settings_that_cannot_work_are_refused(section: dict[str, object], complaint: str) -> None:

@@ -95,7 +95,7 @@ def test_profiles_are_plain(name: str) -> None:
         ({"delta": {"max_depth": 99}}, "out of bounds"),
         ({"delta": {"max_depth": True}}, "pydantic's to read"),
         ({"chunker": {"min_bytes": "1MiB"}}, "bounds of a section that contradict each other"),
-        ({"segment": {"max_bytes": "64KiB"}, "chunker": {"max_bytes": "128KiB"}}, "two sections that do"),
+        ({"ingest": {"topics": "a"}, "kafka": {"topic_prefix": "a"}}, "two sections that do"),
         ({"token": "two words"}, "no token"),
         ({"ingest": {"topics": ["a"]}}, "a list"),
     ],

@@ -408,14 +408,12 @@ def test_container_is_too_old_by_either_clock(
             delta_handler._check_age(lane, container, 500.0)
 
 
-@pytest.mark.parametrize(
-    ("grace_seconds", "linger_ms", "refused"), [(0, 1000, True), (2, 1000, True), (3, 1000, False)]
-)
+@pytest.mark.parametrize(("grace_seconds", "refused"), [(0, True), (2, True), (3, False)])
 def test_grace_below_container_age_is_refused_at_start(
-    tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch, grace_seconds: int, linger_ms: int, refused: bool
+    tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch, grace_seconds: int, refused: bool
 ) -> None:
     monkeypatch.setattr(delta_handler, "Outbox", lambda *_: Scripted())
-    chosen = with_changes(Settings(), {"gc": {"grace_seconds": grace_seconds}, "kafka": {"linger_ms": linger_ms}})
+    chosen = with_changes(Settings(), {"gc": {"grace_seconds": grace_seconds}})
     if refused:
         with pytest.raises(ConfigError, match=r'gc\.grace_seconds "\d".*want >= 3'):
             DeltaHandler(chosen, lambda: chosen, tenants, "w", None)

@@ -13,6 +13,7 @@ import pytest
 from nearkin.embedded.runner import EmbeddedWriter
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_chunker import stage as chunker_stage
 from nearkin_dedup import DedupStage
 from nearkin_delta import DeltaOutcome, DeltaStage
 from nearkin_resemblance import ResemblanceStage
@@ -39,9 +40,14 @@ from nearkin_shared.types import FreshBatch, Locations, Pieces, SegmentBatch
 from nearkin_shared.utils.thread_pool import ThreadPool
 from tests.support.data.stores import SMALL, settings
 
-CHOSEN = settings(SMALL, {"chunker": {"algorithm": "fixed"}, "segment": {"target_chunks": 4}})
+CHOSEN = settings(SMALL, {"chunker": {"algorithm": "fixed"}})
 FINGERPRINTER = Fingerprinter(bytes(32), "tenant")
 CHUNK = 8192
+
+
+@pytest.fixture(autouse=True)
+def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunker_stage, "SEGMENT_CHUNKS_TARGET", 4)
 
 
 def segments(data: bytes) -> SegmentBatch:

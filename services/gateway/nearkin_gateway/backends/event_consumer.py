@@ -1,6 +1,6 @@
 """Read the events of the pipeline: outcomes of uploads and heartbeats of workers.
 
-topic `committed`  from `gateway.upload_status_minutes` ago on -> the table of outcomes
+topic `committed`  from UPLOAD_STATUS_SECONDS ago on -> the table of outcomes
 topic `workers`    compacted, from its start                   -> the newest heartbeat of each worker
 
 Invariant: without a group or committed offsets, so each gateway reads all of them for itself.
@@ -21,6 +21,7 @@ from typing import Any
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka import Message as KafkaMessage
 
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.uploads.upload_status import UploadStatuses
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NotAuthentic, StoreUnavailable
@@ -61,7 +62,7 @@ class EventConsumer:
     async def open(self) -> None:
         """Start; return when earlier events are read. Raises StoreUnavailable after a timeout."""
         loop = asyncio.get_running_loop()
-        since_ms = time.time_ns() // 1_000_000 - self._settings.gateway.upload_status_minutes * 60_000
+        since_ms = time.time_ns() // 1_000_000 - limits.UPLOAD_STATUS_SECONDS * 1000
         self._outcomes.set_known_from(since_ms)
         self._thread = threading.Thread(target=self._run, args=(loop, since_ms), name="nearkin-watch", daemon=True)
         self._thread.start()

@@ -21,6 +21,7 @@ import numpy as np
 from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka import Message as KafkaMessage
 
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.backends.ingest_backend import UploadRequest, UploadResult
 from nearkin_gateway.http.request_limits import Budget
 from nearkin_shared.config.settings import Settings
@@ -54,8 +55,8 @@ class KafkaIngest:
         self._settings = settings
         self._authenticator = authenticator
         self.frames = topic(settings, "frames")
-        self.budget = Budget(int(settings.gateway.unacknowledged_bytes))
-        self.upload_bytes_max = int(settings.gateway.upload_unacknowledged_bytes)
+        self.budget = Budget(limits.UNACKNOWLEDGED_BYTES)
+        self.upload_bytes_max = limits.UPLOAD_UNACKNOWLEDGED_BYTES
         self._client_id = client_id
         self._producer = producer(settings, client_id)
         self._ended: deque[Producer] = deque()

@@ -14,6 +14,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.auth.tokens import token_file
 from nearkin_gateway.backends.event_consumer import EventConsumer
 from nearkin_gateway.backends.kafka_ingest import KafkaIngest
@@ -86,7 +87,7 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
     """
     objects, found, index = _connect(settings)
     client_id = f"gateway-{socket.gethostname()}"
-    outcomes = UploadStatuses(int(settings.gateway.upload_status_bytes))
+    outcomes = UploadStatuses(limits.UPLOAD_STATUS_BYTES)
     authenticator = authenticator_of(settings, found)
     watch = EventConsumer(settings, outcomes, client_id, authenticator)
     hot = LiveConfig(settings, config_file, authenticator)
@@ -108,7 +109,7 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
             guard=guard_of(settings.retention, time.time),
             heads=VersionHeads(objects),
         ),
-        resumable=Resumable(objects, settings.gateway.resumable_max, shares_of(settings.gateway)),
+        resumable=Resumable(objects, limits.RESUMABLE_MAX, shares_of(settings.gateway)),
         collecting=FleetGcControl(index),
         pauses=GcPauseFlag(objects),
         workers=watch,

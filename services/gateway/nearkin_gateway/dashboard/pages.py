@@ -192,7 +192,7 @@ def _check_csrf(given: str, wanted: str) -> None:
 
 async def _form(request: Request, gateway: Gateway) -> dict[str, str]:
     """Return the fields of a form. Raises Problem, BadInput."""
-    data = await read_body(request, gateway.bounds, FORM_BYTES_MAX)
+    data = await read_body(request, FORM_BYTES_MAX)
     try:
         return dict(parse_qsl(data.decode(), strict_parsing=bool(data), max_num_fields=8, errors="strict"))
     except ValueError as err:

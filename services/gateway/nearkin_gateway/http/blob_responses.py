@@ -16,15 +16,15 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.http.request_limits import ConcurrencyLimit
-from nearkin_shared.config.services import GatewaySettings
 from nearkin_shared.errors import Corrupt, NearkinError
 from nearkin_shared.observability import metrics
 from nearkin_shared.reading.restore import VerifiedPieces
 
 SLICE_BYTES = 256 * 1024
 LOOKS = 4
-"""So often in `slow_seconds` it is looked at what a reader took."""
+"""Checks, in SLOW_SECONDS, of the bytes that a reader took."""
 _UNKNOWN: Mapping[str, Callable[[], Any]] = {"unsent_bytes": lambda: 0, "abort": lambda: None}
 """For a connection of another server than ours, which handles clients that read nothing itself."""
 _log = logging.getLogger("nearkin.gateway")
@@ -39,13 +39,12 @@ class BlobResponse(Response):
         first: memoryview | None,
         status: int,
         headers: Mapping[str, str],
-        bounds: GatewaySettings,
         slot: AbstractContextManager[None],
         slots: ConcurrencyLimit,
     ) -> None:
         super().__init__(status_code=status, headers=dict(headers))
         self._pieces, self._first, self._slot = pieces, first, slot
-        self._slow_seconds, self._slots = bounds.slow_seconds, slots
+        self._slots = slots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all; whatever ends it early ends the connection."""
@@ -58,9 +57,7 @@ class BlobResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         gone = asyncio.create_task(_wait_for_disconnect(receive))
         piece, coming = self._first, None
-        watch = _Watch(
-            self._slow_seconds, self._slots, **scope.get("extensions", {}).get("nearkin.connection", _UNKNOWN)
-        )
+        watch = _Watch(self._slots, **scope.get("extensions", {}).get("nearkin.connection", _UNKNOWN))
         try:
             while piece is not None:
                 coming = asyncio.create_task(asyncio.to_thread(next, self._pieces, None))
@@ -88,17 +85,15 @@ class BlobResponse(Response):
 
 
 class _Watch:
-    """End a response to a client that reads less than `slots` require over `slow_seconds`."""
+    """End a response to a client that reads less than `slots` require over SLOW_SECONDS."""
 
-    def __init__(
-        self, slow_seconds: int, slots: ConcurrencyLimit, unsent_bytes: Callable[[], int], abort: Callable[[], None]
-    ) -> None:
+    def __init__(self, slots: ConcurrencyLimit, unsent_bytes: Callable[[], int], abort: Callable[[], None]) -> None:
         """Watch one response.
 
         `unsent_bytes` returns the bytes not yet sent; `abort` ends the connection, since closing waits for a slow
         client.
         """
-        self._seconds, self._slots = slow_seconds, slots
+        self._seconds, self._slots = limits.SLOW_SECONDS, slots
         self._unsent_bytes, self._abort = unsent_bytes, abort
         self._handed_bytes = self._taken_bytes = 0
         self._waiting = False

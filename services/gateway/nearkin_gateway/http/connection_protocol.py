@@ -2,11 +2,11 @@
 
 Invariant: resources of a connection without a request are bounded.
 
-headers above `header_bytes_max` -> 431    no complete head within `slow_seconds` -> closed
+headers above HEADER_BYTES_MAX -> 431    no complete head within SLOW_SECONDS -> closed
 as much in chunk framing of a body -> 431  a body under `Upgrade` -> 400: the parser would take it for requests
 garbage -> 400                             an unread body: DISCARD_BYTES_MAX or DISCARD_SECONDS, then closed
 a body of HTTP/1.0 without length -> 411   more than PIPELINED_MAX requests wait: closed once these are answered
-half a head, or idle: the oldest of an address beyond `idle_per_address_max`, or of all at `connections_max` -> closed
+half a head, or idle: the oldest of an address beyond IDLE_PER_ADDRESS_MAX, or of all at `connections_max` -> closed
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.http.idle_connections import IdleConnections
 from nearkin_gateway.http.problems import MEDIA_TYPE, Problem, problem_body
 from nearkin_shared.config.services import GatewaySettings
@@ -248,9 +249,9 @@ def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
     """Return uvicorn's protocol with the bounds of `settings`."""
     bounds = ConnectionBounds(
         settings.connections_max,
-        int(settings.header_bytes_max),
-        settings.slow_seconds,
-        IdleConnections(settings.idle_per_address_max),
+        limits.HEADER_BYTES_MAX,
+        limits.SLOW_SECONDS,
+        IdleConnections(limits.IDLE_PER_ADDRESS_MAX),
     )
     return type("BoundedProtocol", (_BoundedProtocol,), {"bounds": bounds})
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.http.problems import Problem
 from nearkin_gateway.http.request_limits import ConcurrencyLimit
-from nearkin_shared.config.services import GatewaySettings
 from nearkin_shared.limits import FRAME_BYTES_MAX
 
 FRAME_SECONDS = 10.0
@@ -42,14 +42,12 @@ def check_declared(request: Request, bytes_max: int) -> None:
         raise Problem(400, "partial-put", "Content-Range: a put stores a whole; /v1/uploads takes parts (tus)")
 
 
-async def chunks(
-    request: Request, bounds: GatewaySettings, bytes_max: int, slots: ConcurrencyLimit | None = None
-) -> AsyncIterator[bytes]:
+async def chunks(request: Request, bytes_max: int, slots: ConcurrencyLimit | None = None) -> AsyncIterator[bytes]:
     """Yield the body in pieces of some 64 KiB. Raises Problem 408 or 413, ClientDisconnect.
 
     The minimum speed of a client rises with the number of used `slots`.
     """
-    window_seconds = bounds.slow_seconds
+    window_seconds = limits.SLOW_SECONDS
     waited_seconds, window_got, total_bytes = 0.0, 0, 0
     while True:
         before = time.monotonic()
@@ -72,7 +70,7 @@ async def chunks(
             if not message.get("more_body", False):
                 return
         if message is None or waited_seconds >= window_seconds:
-            least = bounds.slow_bytes_per_second if slots is None else slots.least_bytes_per_second
+            least = limits.SLOW_BYTES_PER_SECOND if slots is None else slots.least_bytes_per_second
             if window_got < window_seconds * least:
                 raise Problem(
                     408,
@@ -83,18 +81,18 @@ async def chunks(
             waited_seconds, window_got = 0.0, 0
 
 
-async def read_body(request: Request, bounds: GatewaySettings, bytes_max: int) -> bytes:
+async def read_body(request: Request, bytes_max: int) -> bytes:
     """Return a small body at once. Raises as `chunks` does."""
-    return b"".join([piece async for piece in chunks(request, bounds, bytes_max)])
+    return b"".join([piece async for piece in chunks(request, bytes_max)])
 
 
-async def json_member(request: Request, bounds: GatewaySettings, bytes_max: int, name: str, want: str) -> Any:
+async def json_member(request: Request, bytes_max: int, name: str, want: str) -> Any:
     """Return one member of the JSON object in the body; `want` is an example for the error.
 
     Raises Problem 400 too.
     """
     try:
-        return json.loads(await read_body(request, bounds, bytes_max))[name]
+        return json.loads(await read_body(request, bytes_max))[name]
     except (ValueError, RecursionError, KeyError, TypeError) as err:
         raise Problem(400, "bad-json", f"want {want}") from err
 

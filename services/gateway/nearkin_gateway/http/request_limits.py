@@ -67,7 +67,8 @@ class Holdings:
             most = max(1, math.ceil(getattr(self._shares, kind) * self._max))
             if self._counts[kind, name] >= most:
                 why = f"{most} {self._name} of this {kind} are {self._state}, its share of {self._max}"
-                raise Problem(429, "share-exceeded", f"{why} (gateway.{kind}_share)", headers=retry)
+                remedy = " (gateway.address_share)" if kind == "address" else ""
+                raise Problem(429, "share-exceeded", f"{why}{remedy}", headers=retry)
 
     def add(self, place: object, holders: Holders) -> None:
         """Count a slot; an id that is counted already is unchanged."""

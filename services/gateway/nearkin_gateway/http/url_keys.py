@@ -15,7 +15,7 @@ from fastapi import Depends, Path, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nearkin_gateway.http.problems import Problem
-from nearkin_gateway.state import gateway_of
+from nearkin_shared.limits import KEY_BYTES_MAX
 from nearkin_shared.validation import check_key
 
 _VERSIONS = "/versions"
@@ -42,11 +42,11 @@ class PathAsSent:
         await self._app(scope, receive, send)
 
 
-def decode_key(text: str, bytes_max: int) -> str:
+def decode_key(text: str) -> str:
     """Return the key that a URL names. Raises Problem, BadInput."""
     data = unquote_to_bytes(text)
-    if len(data) > bytes_max:
-        raise Problem(414, "key-too-long", f"key of {len(data)} bytes: want at most {bytes_max}")
+    if len(data) > KEY_BYTES_MAX:
+        raise Problem(414, "key-too-long", f"key of {len(data)} bytes: want at most {KEY_BYTES_MAX}")
     try:
         key = data.decode()
     except UnicodeDecodeError as err:
@@ -67,7 +67,7 @@ def blob_url(key: str, version: int | None = None) -> str:
 
 
 def _plain(request: Request, key: Annotated[str, Path(description=_DESCRIPTION)]) -> str:
-    return decode_key(key, gateway_of(request).bounds.key_bytes_max)
+    return decode_key(key)
 
 
 def _blob(request: Request, key: Annotated[str, Path(description=_DESCRIPTION)]) -> str:

@@ -34,9 +34,9 @@ class AuditEvent:
     fields: tuple[str, ...] = ()
     """Beyond COMMON_FIELDS; empty ones are left out of a record."""
     is_read: bool = False
-    """Whether `audit.reads` turns it off, and `audit.per_second` bounds it."""
+    """Whether `audit.reads` turns it off, and AUDIT_RECORDS_PER_SECOND bounds it."""
     is_limited: bool = False
-    """Whether `audit.per_second` bounds it, though no setting turns it off."""
+    """Whether AUDIT_RECORDS_PER_SECOND bounds it, though no setting turns it off."""
     level: int = logging.INFO
     counted: str = ""
     """The body whose bytes are the field `bytes`: "sent", "received", or neither."""
@@ -50,7 +50,7 @@ _ALL = (
     AuditEvent(
         "auth.succeeded",
         "A token or a session was accepted, for the first time from its address in a window of "
-        "`audit.window_seconds`; at the window's end once more with `repeats`, if it was used again",
+        "60 s; at the window's end once more with `repeats`, if it was used again",
         ("via", "repeats"),
         is_limited=True,
     ),
@@ -96,7 +96,7 @@ _ALL = (
     AuditEvent("dead.dropped", "Dead letters were dropped", ("letters", "entries")),
     AuditEvent(
         "audit.suppressed",
-        "`count` records of the event `suppressed` were left out in the last window because of `audit.per_second`",
+        "`count` records of the event `suppressed` were left out in the last window because of the rate",
         ("suppressed", "count"),
         level=logging.WARNING,
     ),

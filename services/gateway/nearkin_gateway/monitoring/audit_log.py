@@ -2,7 +2,7 @@
 
     first use of a token, or first failure, of an address  -> a record; repeats are counted until the window ends
     a change                                               -> always a record: each costs its caller a durable write
-    a read                                                 -> a record, at most `audit.per_second` of a tenant and event
+    a read                                                 -> a record, at most 100 a second of a tenant and event
 
 Invariant (I10): requests cost a bounded number of records, and those left out are counted. No record holds a token, a
 password or content: fields come from EVENTS, values that callers chose are bounded and escaped.
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 
 import structlog
 
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.auth.tokens import AccessToken
 from nearkin_gateway.http.request_limits import Rates, peer_group
 from nearkin_gateway.monitoring.audit_events import EVENTS, AuditEvent
@@ -29,7 +30,7 @@ from nearkin_shared.utils.frozen import frozen
 VALUE_CHARACTERS_MAX = KEY_BYTES_MAX
 """A whole key, so that a record names it without doubt."""
 WINDOW_KEYS_MAX = 10_000
-"""Tokens and addresses counted one by one in a window; records of others are bounded by `audit.per_second` alone."""
+"""Tokens and addresses counted one by one in a window; others are bounded by AUDIT_RECORDS_PER_SECOND alone."""
 _log = logging.getLogger(log_setup.AUDIT)
 _gateway_log = logging.getLogger("nearkin.gateway")
 
@@ -48,7 +49,7 @@ class AuditLog:
 
     def __init__(self, settings: AuditSettings) -> None:
         self._settings = settings
-        self._rates = Rates(settings.per_second)
+        self._rates = Rates(limits.AUDIT_RECORDS_PER_SECOND)
         self._window: dict[tuple[str, Actor, str, str], int] = {}
         """Repeats since the window began, by event, actor, `via` and reason."""
         self._suppressed: Counter[str] = Counter()
@@ -98,7 +99,7 @@ class AuditLog:
     async def summarize_for_ever(self) -> None:
         """Call `summarize` at the end of every window."""
         while self.enabled:
-            await asyncio.sleep(self._settings.window_seconds)
+            await asyncio.sleep(limits.AUDIT_WINDOW_SECONDS)
             try:
                 self.summarize()
             except Exception:  # the next window must not stay without an end: its failures would never be recorded

@@ -177,7 +177,7 @@ async def patch_config(request: Request, caller: Operator) -> Response:
     media = request.headers.get("content-type", MERGE_PATCH).partition(";")[0].strip().lower()
     if media not in (MERGE_PATCH, "application/json"):
         raise Problem(415, "bad-media-type", f"Content-Type {media:.60}: want {MERGE_PATCH}")
-    data = await read_body(request, gateway.bounds, PATCH_BYTES_MAX)
+    data = await read_body(request, PATCH_BYTES_MAX)
     try:
         patch = json.loads(data)
     except (ValueError, RecursionError) as err:

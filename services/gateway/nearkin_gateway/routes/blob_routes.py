@@ -176,7 +176,7 @@ async def put_blob(
     origin = None if repeatable is None else origin_of_key(repeatable)
     with ExitStack() as held:
         held.enter_context(gateway.uploads.one(caller.holders))
-        body = frames(chunks(request, gateway.bounds, bytes_max, gateway.uploads))
+        body = frames(chunks(request, bytes_max, gateway.uploads))
         pieces = check_digests(body, announced, gateway.pools.hashing)
         earlier = None
         if origin is not None:
@@ -365,9 +365,7 @@ async def _read(request: Request, key: str, caller: Caller, version: int | None)
     except BaseException:
         slot.__exit__(None, None, None)
         raise
-    return BlobResponse(
-        pieces, first, 206 if wanted is not None else 200, headers, gateway.bounds, slot, gateway.downloads
-    )
+    return BlobResponse(pieces, first, 206 if wanted is not None else 200, headers, slot, gateway.downloads)
 
 
 async def _await_committed_event(gateway: Gateway, origin: bytes) -> dict[str, Any] | None:

@@ -131,7 +131,7 @@ async def letters_json(gateway: Gateway) -> dict[str, Any]:
 async def _requested_letters(request: Request) -> list[str]:
     """Return the letters that the body names. Raises Problem, BadInput."""
     want = '{"letters": ["PARTITION:OFFSET", ...]}'
-    names = await json_member(request, gateway_of(request).bounds, BODY_BYTES_MAX, "letters", want)
+    names = await json_member(request, BODY_BYTES_MAX, "letters", want)
     if not isinstance(names, list) or not 1 <= len(names) <= LETTERS_MAX:
         raise BadInput(f"letters: want a list of 1 to {LETTERS_MAX}")
     letters = [str(name) for name in names]

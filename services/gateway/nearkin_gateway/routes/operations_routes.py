@@ -132,7 +132,7 @@ async def change_gc(request: Request, caller: Operator) -> Response:
     """
     gateway = gateway_of(request)
     want = '{"action": "run"}, "pause" or "resume"'
-    action = await json_member(request, gateway.bounds, ACTION_BYTES_MAX, "action", want)
+    action = await json_member(request, ACTION_BYTES_MAX, "action", want)
     if action not in GC_ACTIONS:
         raise BadInput(f"action {str(action)[:60]!r}: choose {', '.join(GC_ACTIONS)}")
     annotate(request, event=GC_EVENTS[action])

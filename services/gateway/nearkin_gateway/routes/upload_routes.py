@@ -20,6 +20,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Path, Request
 from starlette.responses import JSONResponse, Response
 
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.auth.access import Caller, Writer, check_open_to
 from nearkin_gateway.http import header_bounds, response_models
 from nearkin_gateway.http.problems import TUS_VERSION, Problem, responses
@@ -153,7 +154,7 @@ async def create(
     check_version(tus_resumable)
     check_extensions(request.headers)
     await check_open_to(request, gateway, caller)
-    sources = parse_concat(upload_concat, gateway.bounds.partial_uploads_max)
+    sources = parse_concat(upload_concat, limits.PARTIAL_UPLOADS_MAX)
     meta = _new_meta(gateway, caller, upload_metadata or "", partial=sources == ())
     annotate(request, key=meta.key)
     precondition = precondition_of_put(request.headers)
@@ -192,7 +193,7 @@ async def _receive_first(request: Request, gateway: Gateway, caller: Caller, sta
 
 def _new_meta(gateway: Gateway, caller: Caller, upload_metadata: str, *, partial: bool) -> Meta:
     """Return what an upload that begins now is to become, its length not declared yet."""
-    described = parse_metadata(upload_metadata, gateway.bounds.key_bytes_max, needs_key=not partial)
+    described = parse_metadata(upload_metadata, needs_key=not partial)
     now_us = time.time_ns() // 1000
     return Meta(
         tenant=caller.tenant,
@@ -206,7 +207,7 @@ def _new_meta(gateway: Gateway, caller: Caller, upload_metadata: str, *, partial
         partial=partial,
         token=caller.token,
         address=caller.address,
-        empty_expires_us=now_us + gateway.bounds.resumable_empty_minutes * 60_000_000,
+        empty_expires_us=now_us + limits.RESUMABLE_EMPTY_SECONDS * 1_000_000,
     )
 
 

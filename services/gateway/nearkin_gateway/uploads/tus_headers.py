@@ -11,6 +11,7 @@ import re
 from starlette.datastructures import Headers
 
 from nearkin_gateway.http.problems import TUS_VERSION, Problem
+from nearkin_shared.limits import KEY_BYTES_MAX
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.validation import CONTENT_TYPE, check_key, check_metadata, is_media_type
 
@@ -28,7 +29,7 @@ class Description:
     sha256: str | None
 
 
-def parse_metadata(text: str, key_bytes_max: int, *, needs_key: bool) -> Description:
+def parse_metadata(text: str, *, needs_key: bool) -> Description:
     """Return key, metadata and SHA-256 (hex) of `Upload-Metadata`.
 
     Raises Problem 400, BadInput.
@@ -49,8 +50,8 @@ def parse_metadata(text: str, key_bytes_max: int, *, needs_key: bool) -> Descrip
     if key is None and needs_key:
         raise Problem(400, "bad-metadata", 'Upload-Metadata: want "key" with the blob\'s key in base64')
     if key is not None:
-        if len(key.encode()) > key_bytes_max:
-            raise Problem(400, "key-too-long", f"key of {len(key.encode())} bytes: want at most {key_bytes_max}")
+        if len(key.encode()) > KEY_BYTES_MAX:
+            raise Problem(400, "key-too-long", f"key of {len(key.encode())} bytes: want at most {KEY_BYTES_MAX}")
         check_key(key)
     sha256 = found.pop("sha256", None)
     if sha256 is not None and re.fullmatch("[0-9a-fA-F]{64}", sha256, re.ASCII) is None:

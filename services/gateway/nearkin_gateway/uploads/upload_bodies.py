@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.http.problems import RETRY_SECONDS, Problem
 from nearkin_gateway.http.request_bodies import check_declared, chunks
 from nearkin_gateway.http.request_limits import Holders
@@ -64,7 +65,7 @@ async def receive(request: Request, gateway: Gateway, staged: StagedUpload, hold
             return await _check_and_stage(request, gateway, staged, room_bytes, checksum)
         part, offset = bytearray(), staged.offset
         try:
-            async for piece in chunks(request, gateway.bounds, room_bytes, gateway.uploads):
+            async for piece in chunks(request, room_bytes, gateway.uploads):
                 part += piece
                 # Not the last one while more may come: too long, the whole would be stored though it is refused.
                 if len(part) >= PART_BYTES and offset + len(part) < staged.meta.length_bytes:
@@ -88,9 +89,9 @@ async def _check_and_stage(
     except ValueError as err:  # binascii.Error, and what is not ASCII
         raise Problem(400, "bad-checksum", "Upload-Checksum: is not base64") from err
     hasher, offset = CHECKSUMS[name](), staged.offset
-    bytes_max = min(room_bytes, int(gateway.bounds.checked_patch_bytes))
+    bytes_max = min(room_bytes, limits.CHECKED_PATCH_BYTES)
     with tempfile.SpooledTemporaryFile(SPOOL_MEMORY_BYTES) as spool:
-        async for piece in chunks(request, gateway.bounds, bytes_max, gateway.uploads):
+        async for piece in chunks(request, bytes_max, gateway.uploads):
             hasher.update(piece)
             try:
                 await gateway.pools.disk.run(spool.write, piece)

@@ -25,6 +25,8 @@ from nearkin_shared.storage.clock_records import ClockRecords
 
 DAY_US = 86_400_000_000
 """Interval between time records in an object store without a server clock."""
+GAP_SECONDS_MAX = 90 * 86_400
+"""A clock this far ahead of the last container or run is probably wrong; a store may rest for a quarter of a year."""
 _SKEW_US = CLOCK_SKEW_SECONDS_MAX * 1_000_000
 _log = logging.getLogger("nearkin")
 
@@ -48,7 +50,7 @@ def check_clock(objects: ObjectStore, containers: Collection[int], now: float, s
             _time(now_us),
         )
     if not settings.trust_clock:
-        _check_gap(records, times_us, now_us, settings.clock_gap_seconds_max)  # 1
+        _check_gap(records, times_us, now_us)  # 1
     last_us = records.read()
     if last_us is not None and not settings.trust_clock:
         if not records.has_server_clock and now_us - last_us < DAY_US:
@@ -70,7 +72,7 @@ def check_clock(objects: ObjectStore, containers: Collection[int], now: float, s
         )
 
 
-def _check_gap(records: ClockRecords, times_us: list[int], now_us: int, gap_seconds_max: int) -> None:
+def _check_gap(records: ClockRecords, times_us: list[int], now_us: int) -> None:
     """Raise ClockSkew if the store has no sign of a time before `now_us` for too long.
 
     Every gap since the last record counts; without a record, every gap between containers: the newest ones may have
@@ -81,11 +83,11 @@ def _check_gap(records: ClockRecords, times_us: list[int], now_us: int, gap_seco
     if last_us is not None:
         seen = [min(last_us, now_us), *(time_us for time_us in seen if time_us > last_us)]
     for before_us, after_us in pairwise([*seen, now_us]):
-        if after_us - before_us > gap_seconds_max * 1_000_000:
+        if after_us - before_us > GAP_SECONDS_MAX * 1_000_000:
             raise ClockSkew(
                 f"this machine's clock shows {_time(now_us)}, and between {_time(before_us)} and {_time(after_us)} the "
-                f"store has neither a container nor a GC run (at most {gap_seconds_max} s are tolerated, "
-                "gc.clock_gap_seconds_max): nothing is freed; correct the clock, or set gc.trust_clock for one run if "
+                f"store has neither a container nor a GC run (at most {GAP_SECONDS_MAX} s are "
+                "tolerated): nothing is freed; correct the clock, or set gc.trust_clock for one run if "
                 "it is right"
             )
 

@@ -39,6 +39,10 @@ PIPELINE_COMMANDS = 2048
 PIPELINE_BYTES = 8 << 20
 """Limits of one round trip; larger batches take several."""
 BACKOFF_BASE_SECONDS, BACKOFF_CAP_SECONDS = 0.05, 1.0
+TIMEOUT_SECONDS = 5.0
+"""Timeout of connecting and of each reply."""
+RETRIES = 6
+"""Attempts after the first one; their waits add up to 3 s, within which most servers restart."""
 CONNECTIONS_MAX = 64
 """Limit of one process; a thread that finds all in use receives a retryable error."""
 _CLUSTER = "+cluster"
@@ -78,7 +82,9 @@ _TRANSLATIONS: list[tuple[tuple[type[Exception], ...], tuple[str, ...], type[Nea
 class RedisServer:
     """Connection pool of one Redis server or Cluster. Shared by threads."""
 
-    def __init__(self, settings: RedisSettings) -> None:
+    def __init__(
+        self, settings: RedisSettings, *, timeout_seconds: float = TIMEOUT_SECONDS, retries: int = RETRIES
+    ) -> None:
         """Connect and check the eviction policy.
 
         Raises: StoreUnavailable, or ConfigError for wrong settings or a policy that evicts.
@@ -89,9 +95,9 @@ class RedisServer:
         """Name for messages, without credentials."""
         scheme = parts.scheme.replace(_CLUSTER, "")
         options: dict[str, Any] = {
-            "socket_timeout": float(settings.timeout_seconds),
-            "socket_connect_timeout": float(settings.timeout_seconds),
-            "retry": Retry(EqualJitterBackoff(BACKOFF_CAP_SECONDS, BACKOFF_BASE_SECONDS), settings.retries),
+            "socket_timeout": timeout_seconds,
+            "socket_connect_timeout": timeout_seconds,
+            "retry": Retry(EqualJitterBackoff(BACKOFF_CAP_SECONDS, BACKOFF_BASE_SECONDS), retries),
             "health_check_interval": 30,
             "max_connections": CONNECTIONS_MAX,
         }

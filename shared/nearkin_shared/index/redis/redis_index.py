@@ -21,7 +21,7 @@ from nearkin_shared.index.catalog import summarise
 from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.protocols import ContainerSummary
 from nearkin_shared.index.redis import catalog_encoding, key_encoding
-from nearkin_shared.index.redis.connection import Command, RedisServer
+from nearkin_shared.index.redis.connection import RETRIES, TIMEOUT_SECONDS, Command, RedisServer
 from nearkin_shared.index.redis.epoch import Epoch, EpochReplaced, Epochs, NumberedContainers
 from nearkin_shared.index.redis.key_encoding import CHUNKS, FEATURES, SEGMENTS, Keys, Table
 from nearkin_shared.index.redis.partition_calls import Numbered, entries_of, find_calls, insert_calls
@@ -33,7 +33,15 @@ from nearkin_shared.types import U8, U32, U64, Bools, ContainerId, Locations
 class RedisIndex(RedisCatalog):
     """Index of a fleet, seen from one dedup domain. Shared by threads."""
 
-    def __init__(self, settings: RedisSettings, domain: bytes = b"", generation: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        settings: RedisSettings,
+        domain: bytes = b"",
+        generation: Callable[[], int] = lambda: 0,
+        *,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        retries: int = RETRIES,
+    ) -> None:
         """Connect; without a domain only the catalog and `for_domain` are usable.
 
         `generation` returns the GC generation of the object store
@@ -41,7 +49,7 @@ class RedisIndex(RedisCatalog):
 
         Raises: StoreUnavailable. ConfigError, if settings or the server's policy are wrong.
         """
-        self.server = RedisServer(settings)
+        self.server = RedisServer(settings, timeout_seconds=timeout_seconds, retries=retries)
         self.prefix = settings.prefix
         self._domain = domain
         self.epochs = Epochs(self.server, settings.prefix, settings.partitions, generation)

@@ -1,0 +1,48 @@
+# size: a table with one reason to change, the removal of a setting
+"""List settings that became constants.
+
+Invariant: a removed setting is refused by name with its constant value, so that no file sets what has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+REMOVED: Mapping[str, str] = {
+    "audit.per_second": "100",
+    "audit.window_seconds": "60",
+    "dashboard.session_hours": "8",
+    "gateway.busy_bytes_per_second": "65536",
+    "gateway.checked_patch_bytes": "64MiB",
+    "gateway.header_bytes_max": "64KiB",
+    "gateway.idle_per_address_max": "256",
+    "gateway.key_bytes_max": "1024",
+    "gateway.partial_uploads_max": "256",
+    "gateway.resumable_empty_minutes": "10",
+    "gateway.resumable_max": "10000",
+    "gateway.slow_bytes_per_second": "1024",
+    "gateway.slow_seconds": "30",
+    "gateway.tenant_share": "0.75",
+    "gateway.token_share": "0.5",
+    "gateway.unacknowledged_bytes": "48MiB",
+    "gateway.upload_status_bytes": "64MiB",
+    "gateway.upload_status_minutes": "60",
+    "gateway.upload_unacknowledged_bytes": "8MiB",
+    "gc.clock_gap_seconds_max": "7776000",
+    "index.backend": "lmdb",
+    "ingest.dataref_bytes_max": "1024GiB",
+    "ingest.value_bytes_max": "64MiB",
+    "kafka.batch_messages": "32",
+    "kafka.linger_ms": "1000",
+    "object_store.connect_timeout_seconds": "5",
+    "object_store.request_timeout_seconds": "60",
+    "object_store.retries": "12",
+    "object_store.retry_seconds": "60",
+    "redis.retries": "6",
+    "redis.timeout_seconds": "5",
+    "runner.queue_batches": "0",
+    "segment.max_bytes": "900KiB",
+    "segment.target_chunks": "16",
+    "storage.reserve_bytes": "64MiB",
+}
+"""By dotted name: the value, as a file of settings had it."""
