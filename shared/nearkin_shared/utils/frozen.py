@@ -5,6 +5,8 @@ the 0.25 s of a process start, 129 classes took 0.09 s. Here all classes share t
 `__init__` that only sets fields is compiled once for each number of fields (0.08 ms). Creating an object takes a third
 of the time, because only mypy checks that fields are not set later.
 
+The library's frozen dataclasses make a put's start 32 % slower, and msgspec.Struct is no drop-in replacement (ADR 4).
+
 Invariant: the classes look, compare, hash and copy as the library's do.
 """
 
