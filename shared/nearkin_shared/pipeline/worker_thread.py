@@ -9,6 +9,9 @@ The queue consists of SimpleQueues, whose every operation is one call into C: an
 before or after it. queue.Queue, interrupted twice in a put, could lose a wake-up, and the end of the put then hung for
 ever. Thread liveness is not used either: an interrupt inside `is_alive` or `join` makes Python up to 3.12 take a
 running thread for ended, and the next put would have started concurrently with it.
+
+An executor of one thread and a semaphore take 27 us of CPU time for each item instead of 8, and a wait for a Future
+uses the same locks as queue.Queue.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@
 A generator that waits for its thread when it is closed may be closed by the garbage collector, if it is part of a
 cycle, in a thread that holds locks. The thread of a restore needed such a lock, and both waited forever.
 
+An executor of one thread takes 40 us of CPU time for each item instead of 16, and its thread, which is no daemon,
+delays the end of a process that dropped an iterator.
+
 Invariant: dropping an iterator waits for nothing; `close` waits for the thread.
 """
 
