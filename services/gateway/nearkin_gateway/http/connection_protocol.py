@@ -246,7 +246,12 @@ class _BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
-    """Return uvicorn's protocol with the bounds of `settings`."""
+    """Return uvicorn's protocol with the bounds of `settings`.
+
+    uvicorn's options bound connections and tasks together (`limit_concurrency`) and the idle time after a response;
+    with httptools none bounds the size or time of a head, chunk framing, pipelined requests or one address, and h11
+    bounds only the size of a head.
+    """
     bounds = ConnectionBounds(
         settings.connections_max,
         limits.HEADER_BYTES_MAX,
