@@ -42,7 +42,7 @@ class BlockRecoder:
         self._raw_level = again if again > put else 0
         """Level for blocks without bases; 0: the level of a put."""
         self._encoder = BlockEncoder(settings.block, settings.delta, raw_level=self._raw_level)
-        self.helpers = ThreadPool()
+        self.helpers: ThreadPool = ThreadPool()
         """Encodes and decodes concurrently with the caller."""
         self._frames = deque[FrameEncoder]()
         """Those that no thread uses."""

@@ -23,6 +23,7 @@ from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.reading.read_plan import ReadPlan
 from nearkin_shared.reading.restore import segment_chunks
+from nearkin_shared.results import VersionInfo
 from nearkin_shared.storage.containers import ContainerStore, object_name
 from nearkin_shared.types import U8, ZERO, ContainerId, Locations, offsets_of
 from nearkin_shared.utils.frozen import frozen
@@ -75,8 +76,8 @@ class SalvagedBlob:
     """A version with holes: iterate it, or `write_to` a file; then `holes` is complete."""
 
     def __init__(self, manifest: Manifest, source: ContainerStore, fingerprinter: Fingerprinter) -> None:
-        self.info = manifest.info
-        self.size_bytes = manifest.size_bytes
+        self.info: VersionInfo = manifest.info
+        self.size_bytes: int = manifest.size_bytes
         self.holes: list[Hole] = []
         self._manifest = manifest
         self._source = source

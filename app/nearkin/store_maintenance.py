@@ -21,6 +21,7 @@ from nearkin.local.failed_puts import FailedPutCleaner
 from nearkin.local.index_lifecycle import WRITER_LOCK_TIMEOUT_SECONDS, LocalIndex
 from nearkin.local.index_location import IndexLocation
 from nearkin.local.writer import LocalPuts, WriterParts
+from nearkin_shared.config.settings import Settings
 from nearkin_shared.crypto.keyring import Keyring
 from nearkin_shared.errors import (
     BadInput,
@@ -98,9 +99,10 @@ class MaintainedStore:
     ) -> None:
         self.root = root
         self._is_read_only = read_only
-        self.store_id = found.store_id
+        self.store_id: str = found.store_id
         self._clock = clock
-        self.settings = settings = guard.settings
+        self.settings: Settings = guard.settings
+        settings = self.settings
         self._chunking = guard
         self._objects = objects
         self._covered = covered
@@ -123,8 +125,8 @@ class MaintainedStore:
         self._condemned = PendingDeleteStore(covered)
         self._heads = VersionHeads(covered)
         self._quarantine = Quarantine(covered, clock)
-        self.reserve = SpaceReserve(root)
-        self.pauses = GcPauseFlag(covered, clock, self.reserve)
+        self.reserve: SpaceReserve = SpaceReserve(root)
+        self.pauses: GcPauseFlag = GcPauseFlag(covered, clock, self.reserve)
         self._deletions = Deletions(
             self._manifests,
             lambda marks: self._index.noting().mark_many(marks),

@@ -33,7 +33,7 @@ class Fingerprinter:
     """Computes chunk names of one dedup domain; its tags never equal another domain's."""
 
     def __init__(self, secret: bytes, tenant: str, fingerprint_bits: int = 160) -> None:
-        self.domain = domain_of(tenant)
+        self.domain: bytes = domain_of(tenant)
         self._key = TagKey(secret, self.domain)
         self._mask = np.frombuffer(((1 << 160) - (1 << (160 - fingerprint_bits))).to_bytes(20, "big"), np.uint8)
         self._zeros: dict[int, U8] = {}

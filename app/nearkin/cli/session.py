@@ -41,7 +41,7 @@ class AsWritten(click.Command):
 class AsWrittenGroup(AsWritten, click.Group):
     """The same for the group and, by default, for the commands in it."""
 
-    command_class = AsWritten
+    command_class: type[click.Command] | None = AsWritten
 
 
 class Session:

@@ -39,7 +39,7 @@ class AsyncRemoteStore:
     """A store behind a gateway; `aclose` gives its connections back."""
 
     def __init__(self, endpoint: Endpoint, commit_seconds: float) -> None:
-        self.url = endpoint.url
+        self.url: str = endpoint.url
         self._commit_seconds = commit_seconds
         self._http = httpx.AsyncClient(**endpoint.client_options())
 
@@ -257,7 +257,7 @@ class AsyncRemoteBlob:
 
     def __init__(self, store: AsyncRemoteStore, info: VersionInfo, start: int, stop: int) -> None:
         self.info = info
-        self.size_bytes = stop - start
+        self.size_bytes: int = stop - start
         """Bytes of the range, not of the version."""
         self._store = store
         self._start, self._stop = start, stop

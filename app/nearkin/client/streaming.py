@@ -33,8 +33,8 @@ class Upload:
     """A source to upload, read again from its start if it can be, after a disconnect."""
 
     def __init__(self, source: AsyncSource, progress: Progress | None = None) -> None:
-        self.idempotency_key = secrets.token_hex(16)
-        self.digest = ""
+        self.idempotency_key: str = secrets.token_hex(16)
+        self.digest: str = ""
         """`blake3:...` of the last complete reading."""
         self._stream: AsyncIterable[bytes] | None = None
         self._source: Path | BinaryIO | bytes = b""
@@ -46,7 +46,7 @@ class Upload:
         self._told_bytes = 0
         self._touched = False
         self._start = self._position()
-        self.size_bytes = self._known_bytes()
+        self.size_bytes: int | None = self._known_bytes()
 
     @property
     def repeatable(self) -> bool:

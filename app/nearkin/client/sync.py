@@ -51,7 +51,7 @@ class RemoteStore:
     """A store behind a gateway; `close` gives its connections back."""
 
     def __init__(self, endpoint: Endpoint, commit_seconds: float) -> None:
-        self.url = endpoint.url
+        self.url: str = endpoint.url
         self._commit_seconds = commit_seconds
         self._http = httpx.Client(**endpoint.client_options())
 

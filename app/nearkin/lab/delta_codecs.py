@@ -181,7 +181,7 @@ class Command(Codec):
 
     def __init__(self, pairs: ChunkPairs, folder: Path) -> None:
         super().__init__(pairs, folder)
-        self.command = self.find()
+        self.command: str = self.find()
         for number, (target, base) in enumerate(zip(pairs.targets.slices(), pairs.bases.slices(), strict=True)):
             (folder / f"{number}.target").write_bytes(target)
             (folder / f"{number}.base").write_bytes(base)
@@ -261,7 +261,7 @@ class Xdelta3Command(Command):
     program = "xdelta3"
     settings = "-1 -S none -A, one process a pair"
     install = "Debian and Ubuntu: apt install xdelta3; macOS: brew install xdelta"
-    version_words = ("-V",)
+    version_words: ClassVar[tuple[str, ...]] = ("-V",)
 
     @override
     def encode_words(self, name: str) -> tuple[str, ...]:
@@ -280,7 +280,7 @@ class ZstdCommand(Command):
     program = "zstd"
     settings = "-3 --patch-from, one process a pair"
     install = "Debian and Ubuntu: apt install zstd; macOS: brew install zstd"
-    version_words = ("--version",)
+    version_words: ClassVar[tuple[str, ...]] = ("--version",)
 
     @override
     def encode_words(self, name: str) -> tuple[str, ...]:

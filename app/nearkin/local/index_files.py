@@ -60,7 +60,7 @@ class IndexFiles:
         domain: bytes,
         recovery: IndexRecovery,
     ) -> None:
-        self.folder = location.folder
+        self.folder: Path = location.folder
         self._location = location
         self._raw = raw
         self._map_bytes = int(settings.index.map_bytes)

@@ -57,7 +57,7 @@ class IndexHolder:
         domain = fingerprinter(settings.tenant).domain
         self._files = IndexFiles(location, raw, objects, settings, domain, self._recovery)
         self._temporary = TemporaryIndex(location.root, self._files.open_undurable, self._recovery.fill_catalog)
-        self.lock_wait_seconds = 0.0
+        self.lock_wait_seconds: float = 0.0
         """Minimum time for which the store's lock is waited for."""
         self._states = IndexStates()
         self._changing = threading.RLock()
@@ -66,7 +66,7 @@ class IndexHolder:
         """
         self._swapping = threading.Lock()
         """Held while one index replaces another; no thread waits while it holds it."""
-        self.crossing = WriteLatch(str(self._root))
+        self.crossing: WriteLatch = WriteLatch(str(self._root))
         self._index: LmdbIndex | None = None
 
     def after_fork(self) -> None:

@@ -75,13 +75,13 @@ class IndexLocation:
         """
         check_index_path(root, index_path)
         self.root = root
-        self.is_external = index_path is not None
+        self.is_external: bool = index_path is not None
         self._base = root if index_path is None else _expand(index_path)
         if self.is_external and _STORE_ID.fullmatch(store_id) is None:
             raise Corrupt(f"nearkin.json: store_id {store_id!r:.60}: want 32 hex digits; restore it from a copy")
         name = store_id if self.is_external else "index"
-        self.folder = self._base / name
-        self.fresh = self._base / f"{name}.new"
+        self.folder: Path = self._base / name
+        self.fresh: Path = self._base / f"{name}.new"
         self._token_file = root / TOKEN_FILE
         self._removals_file = root / REMOVALS_FILE
         self._lock = WriterLock(root)

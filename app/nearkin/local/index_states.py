@@ -226,9 +226,9 @@ class IndexStates:
     """Current state of each region. Safe between threads; a state can be read without a lock."""
 
     def __init__(self) -> None:
-        self.lock = LockState.UNLOCKED
-        self.backlog = IndexBacklog.COMPLETE
-        self.notes = NotesState.CURRENT
+        self.lock: LockState = LockState.UNLOCKED
+        self.backlog: IndexBacklog = IndexBacklog.COMPLETE
+        self.notes: NotesState = NotesState.CURRENT
         self._changing = threading.RLock()
         """Reentrant: the end of an abandoned put may run within another change, as its generator is collected."""
 

@@ -79,7 +79,9 @@ class Gauge(Generic[Owner]):
     """A size read from its owners on request, summed over all live ones by one label."""
 
     def __init__(self, name: str, text: str, label: str, read: Callable[[Owner], float]) -> None:
-        self.name, self.text, self.labels = name, text, (label,)
+        self.name: str = name
+        self.text: str = text
+        self.labels: Labels = (label,)
         self._read = read
         self._owners: dict[str, weakref.WeakSet[Owner]] = {}
         self._lock = threading.Lock()

@@ -59,7 +59,7 @@ class Monitor:
         self._stopping = False
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
-        self.port = settings.port
+        self.port: int | None = settings.port
         """Where it listens, once it does."""
 
     def pulse(self, name: str) -> Pulse:

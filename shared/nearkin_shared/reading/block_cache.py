@@ -62,8 +62,8 @@ class ByteBoundedCache(Generic[Key, Value]):
         """Number of uses at the last halving."""
         self._lock = threading.Lock()
         self._random = random.Random(0)  # noqa: S311 - no secret: equal reads evict equal entries
-        self.hits = 0
-        self.misses = 0
+        self.hits: int = 0
+        self.misses: int = 0
         CACHE_BYTES.watch(self, name)
         CACHE_ENTRIES.watch(self, name)
 

@@ -23,6 +23,7 @@ from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.reading.eviction_hints import EvictionHints
 from nearkin_shared.reading.read_ahead import ReadAhead
 from nearkin_shared.reading.read_plan import Placed, ReadPlan, announce_upcoming
+from nearkin_shared.reading.read_stats import ReadCosts
 from nearkin_shared.reading.tree_reader import TreeContentCheck, TreeReader
 from nearkin_shared.results import VersionInfo
 from nearkin_shared.storage.containers import ContainerSource, ContainerStore, object_name
@@ -60,9 +61,9 @@ class VersionReader:
         """Open a range. `is_part`: the caller verifies the whole version itself."""
         self.info = info
         self._is_part = is_part
-        self.costs = source.costs
+        self.costs: ReadCosts = source.costs
         """Costs of reads so far."""
-        self.size_bytes = stop - start
+        self.size_bytes: int = stop - start
         """Bytes of the range, not of the version."""
         self._manifest = manifest
         self._source = source

@@ -148,7 +148,7 @@ class ChunkingGuard:
         self._force = force or settings.storage.allow_other_chunking
         self._problem: PermanentError | None = None
         self.record: ChunkingRecord | None = None
-        self.settings = settings
+        self.settings: Settings = settings
         self._is_explicit = _explicit_test(settings, explicit)
         self._ready = False
         try:

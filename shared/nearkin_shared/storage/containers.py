@@ -107,10 +107,10 @@ class ContainerStore:
         )
         """Directories, each with its generation."""
         self.blocks: ByteBoundedCache[tuple[ContainerId, int], U8] = ByteBoundedCache(block_cache_bytes, "blocks")
-        self.restores = ActiveRestores()
+        self.restores: ActiveRestores = ActiveRestores()
         """Restores in progress, which share the block cache."""
-        self.buffers = BufferPool()
-        self.costs = ReadCosts()
+        self.buffers: BufferPool = BufferPool()
+        self.costs: ReadCosts = ReadCosts()
         self._generations: dict[ContainerId, int] = {}
         """Known generations of rewritten containers; about 100 bytes each."""
         self._change_log = GenerationLog()

@@ -140,11 +140,11 @@ class ManifestStore:
         authenticates marks if `objects` has no key of its own.
         """
         self._objects = objects
-        self.locks = locks or ProcessKeyLocks()
+        self.locks: KeyLocks | ProcessKeyLocks = locks or ProcessKeyLocks()
         self._given_key = record_key
-        self.known_time = RecordedTime(objects)
-        self.origins = CommittedOrigins(self.get)
-        self.retentions = RetentionRecords(objects, _folder, lambda: self._record_key)
+        self.known_time: RecordedTime = RecordedTime(objects)
+        self.origins: CommittedOrigins = CommittedOrigins(self.get)
+        self.retentions: RetentionRecords = RetentionRecords(objects, _folder, lambda: self._record_key)
 
     @property
     def objects(self) -> ObjectStore:

@@ -68,7 +68,7 @@ class Material:
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
-        self.data = _sample(corpus.paths)
+        self.data: Bytes = _sample(corpus.paths)
 
     @cached_property
     def segments(self) -> list[Chunks]:

@@ -37,9 +37,9 @@ class Peer(ABC):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.repository = folder / "repository"
-        self.environment = {**os.environ, "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
-        self.command = self.find()
+        self.repository: Path = folder / "repository"
+        self.environment: dict[str, str] = {**os.environ, "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+        self.command: tuple[str, ...] = self.find()
 
     @classmethod
     def find(cls) -> tuple[str, ...]:

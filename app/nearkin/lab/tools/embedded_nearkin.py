@@ -40,10 +40,15 @@ def main() -> None:
             started = ended
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run as a command. Raises SystemExit instead of errors that need no traceback."""
     try:
         main()
     except KeyboardInterrupt:  # reported by the parent process
         raise SystemExit(130) from None
-    except (NearkinError, OSError) as err:  # a full disk, say: its reader needs no traceback
+    except (NearkinError, OSError) as err:  # a full disk, say
         raise SystemExit(f"nearkin: {err}") from err
+
+
+if __name__ == "__main__":
+    run()

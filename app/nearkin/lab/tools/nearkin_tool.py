@@ -37,8 +37,8 @@ class Nearkin(Peer):
     settings = "default"
     install = "it is what you run"
     ours = True
-    inside = ("index", "reserve")
-    version_words = ("version",)
+    inside: ClassVar[tuple[str, ...]] = ("index", "reserve")
+    version_words: ClassVar[tuple[str, ...]] = ("version",)
     profile: ClassVar[str | None] = None
     config: ClassVar[Path | None] = None
 

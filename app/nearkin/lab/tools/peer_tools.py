@@ -29,7 +29,7 @@ class Restic(Peer):
     program = "restic"
     install = f"Debian and Ubuntu: apt install restic, macOS: brew install restic, {_FROM_SOURCE}"
     settings = "default (compression auto)"
-    version_words = ("version",)
+    version_words: ClassVar[tuple[str, ...]] = ("version",)
     compression: ClassVar[str] = "auto"
 
     @override
@@ -101,7 +101,7 @@ class BorgZstd(Borg):
 
     name = "borg-zstd"
     settings = "zstd 3, no encryption"
-    options = ("--compression", "zstd,3")
+    options: ClassVar[tuple[str, ...]] = ("--compression", "zstd,3")
 
 
 class BorgFine(Borg):
@@ -109,7 +109,7 @@ class BorgFine(Borg):
 
     name = "borg-fine"
     settings = "zstd 3, chunks 4 to 64 KiB, 8 KiB on average, no encryption"
-    options = ("--compression", "zstd,3", "--chunker-params", "buzhash,12,16,13,4095")
+    options: ClassVar[tuple[str, ...]] = ("--compression", "zstd,3", "--chunker-params", "buzhash,12,16,13,4095")
 
 
 VERSIONS_KEPT = 1_000_000
@@ -172,8 +172,8 @@ class KopiaFine(Kopia):
 
     name = "kopia-fine"
     settings = "zstd, chunks of 128 KiB on average"
-    creation = ("--object-splitter", "DYNAMIC-128K-BUZHASH")
-    policy = ("--compression", "zstd")
+    creation: ClassVar[tuple[str, ...]] = ("--object-splitter", "DYNAMIC-128K-BUZHASH")
+    policy: ClassVar[tuple[str, ...]] = ("--compression", "zstd")
 
 
 PEERS: Mapping[str, Sequence[type[Peer]]] = {

@@ -42,7 +42,7 @@ class Crate:
                 [command, file.name, *bounds], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
             weakref.finalize(self, _wait, self._process)
-            self.mean_chunk_bytes = 0.0
+            self.mean_chunk_bytes: float = 0.0
             self.once()  # when it answers it has read the file
 
     def once(self) -> float:

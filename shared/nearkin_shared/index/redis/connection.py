@@ -91,7 +91,7 @@ class RedisServer:
         """
         self._in_use = False
         parts = urlsplit(settings.url)
-        self.name = f"redis {parts.hostname or parts.path}{f':{parts.port}' if parts.port else ''}"
+        self.name: str = f"redis {parts.hostname or parts.path}{f':{parts.port}' if parts.port else ''}"
         """Name for messages, without credentials."""
         scheme = parts.scheme.replace(_CLUSTER, "")
         options: dict[str, Any] = {
@@ -113,7 +113,7 @@ class RedisServer:
                 self._client = RedisCluster.from_url(settings.url.replace(_CLUSTER, "", 1), **options)
             else:
                 self._client = redis.Redis.from_url(settings.url, **options)
-            self.clustered = _CLUSTER in parts.scheme
+            self.clustered: bool = _CLUSTER in parts.scheme
             """Whether a script may access keys of one slot only."""
             self._check_policy()
         except (RedisError, OSError, ValueError) as err:

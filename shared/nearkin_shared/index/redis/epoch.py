@@ -190,7 +190,7 @@ class Epochs:
         self._prefix = prefix
         self._partitions = partitions
         self._lock = threading.Lock()
-        self.key = f"{prefix}:{{m}}:epoch"
+        self.key: str = f"{prefix}:{{m}}:epoch"
         self._successor_key = f"{prefix}:{{m}}:successor"
         self._epoch, _ = self._next(None)
 

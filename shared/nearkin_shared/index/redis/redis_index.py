@@ -49,10 +49,10 @@ class RedisIndex(RedisCatalog):
 
         Raises: StoreUnavailable. ConfigError, if settings or the server's policy are wrong.
         """
-        self.server = RedisServer(settings, timeout_seconds=timeout_seconds, retries=retries)
-        self.prefix = settings.prefix
+        self.server: RedisServer = RedisServer(settings, timeout_seconds=timeout_seconds, retries=retries)
+        self.prefix: str = settings.prefix
         self._domain = domain
-        self.epochs = Epochs(self.server, settings.prefix, settings.partitions, generation)
+        self.epochs: Epochs = Epochs(self.server, settings.prefix, settings.partitions, generation)
         self.server.begin_use()
 
     def for_domain(self, domain: bytes) -> RedisIndex:
