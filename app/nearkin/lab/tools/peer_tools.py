@@ -34,12 +34,14 @@ class Restic(Peer):
 
     @override
     def create(self) -> None:
-        self.environment |= {
-            "RESTIC_REPOSITORY": str(self.repository),
-            "RESTIC_PASSWORD": _SECRET,
-            "RESTIC_COMPRESSION": self.compression,
-            "RESTIC_CACHE_DIR": str(self.folder / "cache"),
-        }
+        self.environment.update(
+            {
+                "RESTIC_REPOSITORY": str(self.repository),
+                "RESTIC_PASSWORD": _SECRET,
+                "RESTIC_COMPRESSION": self.compression,
+                "RESTIC_CACHE_DIR": str(self.folder / "cache"),
+            }
+        )
         self._run("init")
 
     @override
@@ -75,11 +77,13 @@ class Borg(Peer):
 
     @override
     def create(self) -> None:
-        self.environment |= {
-            "BORG_BASE_DIR": str(self.folder / "base"),
-            "BORG_UNKNOWN_UNENCRYPTED_REPO_ACCESS_IS_OK": "yes",
-            "BORG_REPO": str(self.repository),
-        }
+        self.environment.update(
+            {
+                "BORG_BASE_DIR": str(self.folder / "base"),
+                "BORG_UNKNOWN_UNENCRYPTED_REPO_ACCESS_IS_OK": "yes",
+                "BORG_REPO": str(self.repository),
+            }
+        )
         self._run("init", "--encryption", "none")
 
     @override
@@ -128,13 +132,15 @@ class Kopia(Peer):
 
     @override
     def create(self) -> None:
-        self.environment |= {
-            "KOPIA_PASSWORD": _SECRET,
-            "KOPIA_CONFIG_PATH": str(self.folder / "kopia.config"),
-            "KOPIA_CACHE_DIRECTORY": str(self.folder / "cache"),
-            "KOPIA_LOG_DIR": str(self.folder / "log"),
-            "KOPIA_CHECK_FOR_UPDATES": "false",
-        }
+        self.environment.update(
+            {
+                "KOPIA_PASSWORD": _SECRET,
+                "KOPIA_CONFIG_PATH": str(self.folder / "kopia.config"),
+                "KOPIA_CACHE_DIRECTORY": str(self.folder / "cache"),
+                "KOPIA_LOG_DIR": str(self.folder / "log"),
+                "KOPIA_CHECK_FOR_UPDATES": "false",
+            }
+        )
         self.repository.mkdir()
         self._run("repository", "create", "filesystem", "--path", str(self.repository), *self.creation)
         self._run("policy", "set", "--global", "--keep-latest", str(VERSIONS_KEPT), *self.policy)
