@@ -18,6 +18,9 @@ from tests.support.checks.commands import InProcess, assert_refused, command, en
 COMMANDS = (
     "backup",
     "restore",
+    "find",
+    "diff",
+    "dump",
     "put",
     "get",
     "ls",

@@ -7,9 +7,6 @@ Invariant: a command checks its arguments, then its settings, then opens the sto
 
 from __future__ import annotations
 
-import sys
-import time
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,14 +14,10 @@ from typing import TYPE_CHECKING
 import click
 
 from nearkin.cli.session import AsWrittenGroup, Session, complete_file, current_session, force_option, shared_options
-from nearkin_shared.errors import BadInput, Corrupt
+from nearkin_shared.errors import BadInput
 
 if TYPE_CHECKING:
-    from nearkin.blob import Blob
-    from nearkin.cli.arguments import ByteRange
-    from nearkin.client.sync import RemoteBlob, RemoteStore
-    from nearkin.store import Store
-    from nearkin_shared.results import Damage
+    pass
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 _ELSEWHERE = {
@@ -33,10 +26,15 @@ _ELSEWHERE = {
     "completion": "completion",
     "copy": "copy",
     "dlq": "dlq",
+    "diff": "diff",
     "docs": "docs",
+    "dump": "dump",
+    "find": "find",
     "gc": "maintenance_commands",
+    "get": "get",
     "init": "init",
     "keys": "keys",
+    "ls": "ls",
     "rebuild-index": "maintenance_commands",
     "repair": "maintenance_commands",
     "restore": "restore_command",
@@ -162,159 +160,6 @@ def put(
         raise click.MissingParameter(param_hint="'FILE'", param_type="argument")
     put_one(current_session(), key, source, options, allow_empty=allow_empty)
     return 0
-
-
-@nearkin.command()
-@click.argument("key", metavar="KEY")
-@click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    shell_complete=complete_file,
-    help="Write here instead of stdout; replaced only once all is verified.",
-)
-@click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
-@click.option("--range", "range_text", metavar="A-B", help="Bytes A to B, both included; A- from A on; -N the last N.")
-@click.option("--explain", "explained", is_flag=True, help="Report on stderr the objects read (local store only).")
-@click.option("--at", metavar="TIME", help="The version of that time: 2026-11-20, 2026-11-20T18:00Z, 36h (ago).")
-@click.option("--salvage", is_flag=True, help="Write zeros where a damaged version is lost, and list these holes.")
-@shared_options
-def get(
-    key: str,
-    output: str | None,
-    version: int | None,
-    range_text: str | None,
-    explained: bool,
-    at: str | None,
-    salvage: bool,
-) -> int | None:
-    """Write a version's bytes to stdout or a file.
-
-    nearkin get db/dump -o dump.rdb
-    nearkin get db/dump --version 2 | head -c 100
-    nearkin get disk.img --range 0-511 -o boot.sector
-    nearkin get app.log --range -4096              # the last 4096 bytes
-    nearkin get disk.img --range 0-1048575 --explain -o start
-    nearkin get db/dump --at 2026-11-20T18:00Z -o before-the-mistake
-    nearkin get db/dump --at 36h | head -c 100
-    nearkin get disk.img --salvage -o what-is-left --json | jq .holes
-
-    Every chunk is verified before it is written. With -o a failed get leaves FILE as it was. Long runs of zeros
-    become holes of FILE, which take no space.
-
-    If the version that --at selects was deleted later, the command fails and names it; it never writes another one.
-    --salvage (local store only) ends with the exit code of damage if bytes are lost; all other bytes are verified.
-    """
-    from nearkin.blob import Blob
-    from nearkin.cli.arguments import check_key, parse_range
-    from nearkin.cli.output import costs_json, costs_line, print_json, to_stderr
-    from nearkin.cli.output_file import OutputFile
-    from nearkin.cli.progress import bytes_bar
-    from nearkin_shared.results_json import info_json
-
-    session = current_session()
-    check_key(key)
-    byte_range = None if range_text is None else parse_range(range_text)
-    if session.as_json and output in (None, "-"):
-        raise BadInput("get --json describes what was written: name a file with -o")
-    if at is not None and version is not None:
-        raise BadInput("--at, --version: give one of them")
-    choose_version = partial(_choose_version, key=key, version=version, at=at)
-
-    if salvage:
-        from nearkin.cli.get_salvage import salvage as salvage_version
-
-        if byte_range is not None or explained:
-            raise BadInput("--salvage writes a whole version: not with --range or --explain")
-        return salvage_version(session, key, output, choose_version)
-    started = time.perf_counter()
-    with session.open() as store:
-        blob = _open_version(store, key, choose_version(store), byte_range)
-        if explained and not isinstance(blob, Blob):
-            raise BadInput("get --explain: a gateway does not report the objects it read; run the command at the store")
-        quiet = session.as_json or (output in (None, "-") and sys.stdout is not None and sys.stdout.isatty())
-        with OutputFile(output) as file, bytes_bar("get", blob.size_bytes, shown=not quiet) as progress:
-            blob.write_to(file, progress=progress)
-    costs = blob.costs if explained and isinstance(blob, Blob) else None
-    if session.as_json:
-        seconds = time.perf_counter() - started
-        more = {"reads": costs_json(costs)} if costs is not None else {}
-        print_json({**info_json(blob.info), "written_bytes": blob.size_bytes, "seconds": seconds, **more})
-    elif costs is not None:
-        to_stderr(costs_line(costs))
-    return None
-
-
-def _choose_version(store: Store | RemoteStore, *, key: str, version: int | None, at: str | None) -> int | None:
-    if at is None:
-        return version
-    from nearkin.cli.version_at import find_version_at
-
-    return find_version_at(store, key, at)
-
-
-def _open_version(
-    store: Store | RemoteStore, key: str, version: int | None, byte_range: ByteRange | None
-) -> Blob | RemoteBlob:
-    if byte_range is None:
-        return store.get(key, version)
-    info = store.info(key, version)
-    start, stop = byte_range.resolve(info.size_bytes)
-    return store.get(key, info.version, start=start, stop=stop)
-
-
-@nearkin.command()
-@click.argument("pattern", metavar="[PREFIX|GLOB]", default="")
-@click.option("--literal", is_flag=True, help="Take * ? [ in PREFIX as they are.")
-@click.option("--versions", is_flag=True, help="Every version instead of the newest of each key.")
-@click.option(
-    "--deleted", is_flag=True, help="The versions that are deleted and can be brought back, or not yet freed."
-)
-@shared_options
-def ls(pattern: str, literal: bool, versions: bool, deleted: bool) -> None:
-    """List keys that start with PREFIX or match GLOB.
-
-    GLOB has at least one of: * (any characters, / too), ? (one character), [abc] (one of these). It matches whole keys.
-
-    A line is: created (UTC), size, version, key. Versions that cannot be read are reported on stderr: exit code 1.
-    With --deleted: deleted (UTC), until when it can be brought back, version, by whom, key, reason.
-
-    nearkin ls
-    nearkin ls db/ --versions
-    nearkin ls 'db/*.sql'                # in quotes, or the shell expands it
-    nearkin ls --literal 'notes[1]'      # a prefix that has such a character
-    nearkin ls --deleted
-    nearkin --json ls | jq '.[].key'
-    """
-    from nearkin.cli.gc import warn_if_rolled_back
-    from nearkin.cli.key_patterns import parse_prefix_or_glob
-    from nearkin.cli.output import deletion_line, print_json, print_line, unreadable, version_line
-    from nearkin_shared.results_json import deletion_json, info_json
-
-    session = current_session()
-    wanted = parse_prefix_or_glob(pattern, literal=literal)
-    if versions and deleted:
-        raise BadInput("ls: --versions lists what is there, --deleted what is not: give one of them")
-    broken: list[Damage] = []
-    with session.open() as store:
-        if deleted:
-            gone = [
-                entry for entry in store.list_deleted(wanted.prefix, broken=broken.append) if wanted.matches(entry.key)
-            ]
-            lines, values = map(deletion_line, gone), map(deletion_json, gone)
-        else:
-            listed = store.versions(wanted.prefix, all_versions=versions, broken=broken.append)
-            found = [info for info in listed if wanted.matches(info.key)]
-            lines, values = map(version_line, found), map(info_json, found)
-        warn_if_rolled_back(store)
-    broken = [one for one in broken if any(wanted.matches(key) for key, _ in one.versions) or not one.versions]
-    if session.as_json:
-        print_json(list(values))
-    else:
-        for line in lines:
-            print_line(line)
-    if broken:
-        raise Corrupt(unreadable(broken))
 
 
 @nearkin.command()

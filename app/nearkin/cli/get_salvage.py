@@ -21,13 +21,21 @@ HOLES_SHOWN_MAX = 1000
 """Lines on stderr; --json lists all."""
 
 
-def salvage(session: Session, key: str, output: str | None, choose: Callable[[Store | RemoteStore], int | None]) -> int:
+def salvage(
+    session: Session,
+    key: str,
+    output: str | None,
+    choose: Callable[[Store | RemoteStore], int | None],
+    *,
+    is_raw: bool,
+) -> int:
     """Write the readable bytes of a version and zeros for the rest; report the holes.
 
     `choose` returns the version's number, None for the newest. Returns the exit code. Raises BadInput for a store
-    behind a server.
+    behind a server, and for a tree unless `is_raw`.
     """
     from nearkin.cli.exit_codes import ExitCode
+    from nearkin.cli.get import refuse_tree
     from nearkin.cli.output import print_json
     from nearkin.cli.output_file import OutputFile
     from nearkin.cli.progress import bytes_bar
@@ -36,6 +44,8 @@ def salvage(session: Session, key: str, output: str | None, choose: Callable[[St
     started = time.perf_counter()
     with session.open_local() as store:
         blob = store.salvage(key, choose(store))
+        if not is_raw:
+            refuse_tree(blob.info)
         with OutputFile(output) as file, bytes_bar("salvage", blob.size_bytes, shown=not session.as_json) as progress:
             blob.write_to(file, progress=progress)
     if session.as_json:

@@ -52,11 +52,11 @@ def restore(
     exclude: tuple[str, ...],
     dry_run: bool,
 ) -> int:
-    """Restore a tree, a folder of it or a file into the folder DIR.
+    """Restore a tree or a part of it into a folder.
 
     VERSION is a number, or a time: the version that was the newest then. PATH counts from the root of the tree, which
-    `nearkin ls KEY:/` lists. The content of a folder is restored into DIR itself. Each file is compared with its
-    digest before it gets its name.
+    `nearkin ls KEY:/` lists. The content of a folder is restored into DIR itself, a file as DIR/name. Each file is
+    compared with its digest.
 
     nearkin restore home -o /tmp/home
     nearkin restore home@3:/kim/mail -o ./mail

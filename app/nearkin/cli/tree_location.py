@@ -60,7 +60,14 @@ class ResolvedLocation(NamedTuple):
         return f"{self.key}@{self.version}"
 
 
-class SupportsTrees(Protocol):
+class SupportsInfo(Protocol):
+    """A store, local or behind a server."""
+
+    def info(self, key: str, version: int | None = None) -> VersionInfo:
+        """Return a version."""
+
+
+class SupportsTrees(SupportsInfo, Protocol):
     """A store with trees: `Store`, or a remote store with the same methods."""
 
     def backup(
@@ -91,9 +98,6 @@ class SupportsTrees(Protocol):
     def get(self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None) -> Blob:
         """Return a version, or a range of its bytes."""
 
-    def info(self, key: str, version: int | None = None) -> VersionInfo:
-        """Return a version."""
-
     def versions(
         self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
     ) -> list[VersionInfo]:
@@ -107,13 +111,17 @@ def open_tree_store(session: Session, command: str, method: str, *, read_only: b
     Raises BadInput if the store is behind a server and its client has no such method.
     """
     with session.open(read_only=read_only) as store:
-        if not hasattr(store, method):
-            url = getattr(store, "url", "the server")
-            raise BadInput(
-                f"{command}: not available through {url} yet; run it on the machine that has the store, with --store "
-                "FOLDER"
-            )
-        yield cast("SupportsTrees", store)
+        yield require_trees(store, command, method)
+
+
+def require_trees(store: object, command: str, method: str = "tree") -> SupportsTrees:
+    """Return the store if it has `method`; raise BadInput if the client of a server lacks it."""
+    if hasattr(store, method):
+        return cast("SupportsTrees", store)
+    url = getattr(store, "url", "the server")
+    raise BadInput(
+        f"{command}: not available through {url} yet; run it on the machine that has the store, with --store FOLDER"
+    )
 
 
 def parse_location(text: str) -> list[TreeLocation]:
@@ -172,7 +180,7 @@ def _is_key(text: str) -> bool:
     return True
 
 
-def resolve_location(store: Store | SupportsTrees, text: str) -> ResolvedLocation:
+def resolve_location(store: SupportsInfo, text: str) -> ResolvedLocation:
     """Return the version that a text names.
 
     Raises BadInput, NotFound (no such key or version), Corrupt.
@@ -185,12 +193,12 @@ def resolve_location(store: Store | SupportsTrees, text: str) -> ResolvedLocatio
     return resolve_version(store, location)
 
 
-def find_location(store: Store | SupportsTrees, text: str) -> TreeLocation | None:
+def find_location(store: SupportsInfo, text: str) -> TreeLocation | None:
     """Return the split with the longest key that exists; None if none does. Raises BadInput."""
     return next((location for location in parse_location(text) if _exists(store, location.key)), None)
 
 
-def _exists(store: Store | SupportsTrees, key: str) -> bool:
+def _exists(store: SupportsInfo, key: str) -> bool:
     try:
         store.info(key)
     except NotFound:
@@ -200,7 +208,7 @@ def _exists(store: Store | SupportsTrees, key: str) -> bool:
     return True
 
 
-def resolve_version(store: Store | SupportsTrees, location: TreeLocation) -> ResolvedLocation:
+def resolve_version(store: SupportsInfo, location: TreeLocation) -> ResolvedLocation:
     """Return the number of the version that a split names. Raises BadInput, NotFound, Corrupt."""
     from nearkin_shared.reading.tree_reader import tree_path
 

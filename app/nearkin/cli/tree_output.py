@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Protocol
 
@@ -134,11 +134,11 @@ def entry_line(entry: TreeEntry, summary: TreeSummary, name: str) -> str:
 
 
 def print_json_lines(
-    values: Iterable[object], *, name: str | None = None, end: Mapping[str, object] | None = None
+    values: Iterable[object], *, name: str | None = None, end: Callable[[], Mapping[str, object]] | None = None
 ) -> None:
     """Print a JSON list one element at a time, so that a long list is never in memory.
 
-    With `name` the list is that field of an object, whose other fields `end` has once the list is printed.
+    With `name` the list is that field of an object, whose other fields `end` returns once the list is printed.
     """
     from nearkin.cli.output import print_line
 
@@ -151,5 +151,7 @@ def print_json_lines(
     if name is None:
         print_line("]")
         return
-    fields = "".join(f", {json.dumps(key)}: {json.dumps(value)}" for key, value in (end or {}).items())
+    fields = "".join(
+        f", {json.dumps(key)}: {json.dumps(value)}" for key, value in (end() if end is not None else {}).items()
+    )
     print_line(f"]{fields}}}")

@@ -42,7 +42,7 @@ class Keys:
 
 
 def resolve(text: str, *keys: str) -> tuple[Any, ...]:
-    return tuple(resolve_location(Keys(keys), text))  # type: ignore[arg-type]
+    return tuple(resolve_location(Keys(keys), text))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_location_of_no_key_is_not_found() -> None:
         resolve("home@4", "home")
     with pytest.raises(NotFound, match="had no version at 2026-10-01"):
         resolve("home@2026-10-01", "home")
-    assert find_location(Keys(()), "home") is None  # type: ignore[arg-type]
+    assert find_location(Keys(()), "home") is None
 
 
 def test_location_path_with_parent_is_refused() -> None:

@@ -1,0 +1,154 @@
+"""`nearkin ls`: list keys and versions, or the entries of a folder of a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from nearkin.cli.session import AsWritten, Session, current_session, shared_options
+from nearkin_shared.errors import BadInput, Corrupt
+
+if TYPE_CHECKING:
+    from nearkin.cli.tree_location import TreeLocation
+    from nearkin.client.sync import RemoteStore
+    from nearkin.store import Store
+    from nearkin_shared.formats.tree_entry_group import TreeEntry
+    from nearkin_shared.reading.tree_reader import TreeReader
+    from nearkin_shared.results import Damage
+
+
+@click.command(cls=AsWritten)
+@click.argument("pattern", metavar="[PREFIX|GLOB|KEY[@VERSION]:/PATH]", default="")
+@click.option("--literal", is_flag=True, help="Take * ? [ @ and : in PREFIX as they are.")
+@click.option("--versions", is_flag=True, help="Every version instead of the newest of each key.")
+@click.option(
+    "--deleted", is_flag=True, help="The versions that are deleted and can be brought back, or not yet freed."
+)
+@click.option("-l", "--long", "is_long", is_flag=True, help="Of a tree: mode, owner, group, size, mtime (UTC), name.")
+@click.option("-R", "--recursive", is_flag=True, help="Of a tree: all entries below the folder.")
+@shared_options
+def ls(pattern: str, literal: bool, versions: bool, deleted: bool, is_long: bool, recursive: bool) -> None:
+    """List keys by PREFIX or GLOB, or a folder of a tree.
+
+    GLOB has at least one of: * (any characters, / too), ? (one character), [abc] (one of these). It matches whole keys.
+
+    A line is: created (UTC), size, version, key. Versions that cannot be read are reported on stderr: exit code 1.
+    With --deleted: deleted (UTC), until when it can be brought back, version, by whom, key, reason.
+
+    nearkin ls
+    nearkin ls db/ --versions
+    nearkin ls 'db/*.sql'                # in quotes, or the shell expands it
+    nearkin ls --literal 'notes[1]'      # a prefix that has such a character
+    nearkin ls --deleted
+    nearkin --json ls | jq '.[].key'
+
+    KEY[@VERSION]:/PATH lists a folder of a tree, names ascending; folders end with /. VERSION is a number or a time.
+    A key that contains @ or : itself is listed as a key if it exists; of several readings the longest key applies.
+
+    nearkin ls home:/
+    nearkin ls -l home@3:/etc
+    nearkin ls -R home@2026-11-20T18:00Z:/etc
+    nearkin --json ls -R home@36h: | jq -r 'map(select(.size_bytes > 1e9)) | .[].path'
+    """
+    session = current_session()
+    is_tree_only = is_long or recursive
+    if versions and deleted:
+        raise BadInput("ls: --versions lists what is there, --deleted what is not: give one of them")
+    if is_tree_only and (literal or versions or deleted):
+        raise BadInput("ls: -l and -R list a tree: not with --literal, --versions or --deleted")
+    has_location = is_tree_only or ((":" in pattern or "@" in pattern) and not (literal or versions or deleted))
+    with session.open() as store:
+        if has_location and pattern:
+            location = _find_tree(store, pattern, is_tree_only=is_tree_only)
+            if location is not None:
+                _list_tree(session, store, location, is_long=is_long, recursive=recursive)
+                return
+        elif is_tree_only:
+            raise BadInput("ls: -l and -R list a tree: name it, as in `nearkin ls -l home:/`")
+        _list_keys(session, store, pattern, literal=literal, versions=versions, deleted=deleted)
+
+
+def _find_tree(store: Store | RemoteStore, text: str, *, is_tree_only: bool) -> TreeLocation | None:
+    """Return the location that a text names; None if it is a prefix or glob of keys.
+
+    Raises BadInput, and NotFound if a text with a path names no key and starts none.
+    """
+    from nearkin.cli.key_patterns import parse_prefix_or_glob
+    from nearkin.cli.tree_location import find_location, resolve_location
+
+    location = find_location(store, text)
+    if location is not None and (is_tree_only or location.path is not None or location.version is not None):
+        return location
+    if location is None and (is_tree_only or ":/" in text):
+        wanted = parse_prefix_or_glob(text)
+        if is_tree_only or not any(wanted.matches(info.key) for info in store.versions(wanted.prefix)):
+            resolve_location(store, text)
+    return None
+
+
+def _list_tree(
+    session: Session, store: Store | RemoteStore, location: TreeLocation, *, is_long: bool, recursive: bool
+) -> None:
+    from nearkin.cli.output import print_line
+    from nearkin.cli.tree_location import open_tree, require_trees, resolve_version
+    from nearkin.cli.tree_output import entry_json, entry_line, print_json_lines, show_path
+    from nearkin_shared.formats.tree_entry_group import EntryKind
+
+    trees = require_trees(store, "ls")
+    found = resolve_version(trees, location)
+    tree = open_tree(trees, found)
+    entries = _entries(tree, found.path or b"", recursive=recursive)
+    if session.as_json:
+        print_json_lines(entry_json(entry, tree.summary) for _, entry in entries)
+        return
+    for path, entry in entries:
+        name = show_path(path) + ("/" if entry.kind == EntryKind.FOLDER else "")
+        print_line(entry_line(entry, tree.summary, name) if is_long else name)
+
+
+def _entries(tree: TreeReader, path: bytes, *, recursive: bool) -> Iterator[tuple[bytes, TreeEntry]]:
+    """Yield (name to show, entry) of a folder, or of one other entry. Raises NotFound."""
+    from nearkin_shared.formats.tree_entry_group import EntryKind
+
+    single = tree.find(path).entry if path else None
+    if single is not None and single.kind != EntryKind.FOLDER:
+        yield single.name, single
+    elif recursive:
+        start = len(path) + 1 if path else 0
+        yield from ((placed.entry.path[start:], placed.entry) for placed in tree.below(path) if placed.entry.name)
+    else:
+        yield from ((placed.entry.name, placed.entry) for placed in tree.children(path))
+
+
+def _list_keys(
+    session: Session, store: Store | RemoteStore, pattern: str, *, literal: bool, versions: bool, deleted: bool
+) -> None:
+    from nearkin.cli.gc import warn_if_rolled_back
+    from nearkin.cli.key_patterns import parse_prefix_or_glob
+    from nearkin.cli.output import deletion_line, print_json, print_line, unreadable, version_line
+    from nearkin_shared.results_json import deletion_json, info_json
+
+    wanted = parse_prefix_or_glob(pattern, literal=literal)
+    broken: list[Damage] = []
+    if deleted:
+        listed = store.list_deleted(wanted.prefix, broken=broken.append)
+        deletions = [entry for entry in listed if wanted.matches(entry.key)]
+        lines, values = map(deletion_line, deletions), map(deletion_json, deletions)
+    else:
+        found = [
+            info
+            for info in store.versions(wanted.prefix, all_versions=versions, broken=broken.append)
+            if wanted.matches(info.key)
+        ]
+        lines, values = map(version_line, found), map(info_json, found)
+    warn_if_rolled_back(store)
+    broken = [one for one in broken if any(wanted.matches(key) for key, _ in one.versions) or not one.versions]
+    if session.as_json:
+        print_json(list(values))
+    else:
+        for line in lines:
+            print_line(line)
+    if broken:
+        raise Corrupt(unreadable(broken))

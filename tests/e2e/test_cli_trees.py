@@ -1,0 +1,266 @@
+"""`nearkin ls`, `find`, `diff`, `dump` and `get` on trees."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import stat
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from tests.support.checks.commands import InProcess, assert_refused
+
+SECOND = 1_700_000_000
+IS_ROOT = os.geteuid() == 0
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of version 2."""
+    return tmp_path_factory.mktemp("trees") / "home"
+
+
+@pytest.fixture(scope="module")
+def store(home: Path) -> Path:
+    """Return a store with two versions of the tree `home`, the tree `me@3:/x`, and the blob `blob`."""
+    (home / "etc" / "deep").mkdir(parents=True)
+    for name, content in (("a.txt", b"first"), ("etc/fstab", b"f" * 3000), ("etc/old", b"old"), ("etc/deep/x", b"x")):
+        (home / name).write_bytes(content)
+    (home / "etc" / "link").symlink_to("fstab")
+    os.link(home / "a.txt", home / "etc" / "hard")
+    (home / "kind").write_bytes(b"a file")
+    Path(os.fsdecode(os.fsencode(home) + b"/etc/caf\xe9\x1b")).write_bytes(b"bytes")
+    with (home / "sparse").open("wb") as file:
+        file.seek(1 << 20)
+        file.write(b"data" * 1000)
+        file.truncate(3 << 20)
+    os.setxattr(home / "etc" / "fstab", "user.note", b"\xff\x00=1")
+    _settle(home)
+    path = home.parent / "store"
+    with open_store(path, create=True) as opened:
+        opened.backup("home", [home])
+        (home / "a.txt").write_bytes(b"second version")
+        (home / "etc" / "old").unlink()
+        (home / "etc" / "new").write_bytes(b"new")
+        (home / "etc" / "fstab").chmod(0o600)
+        (home / "kind").unlink()
+        (home / "kind").mkdir()
+        _settle(home)
+        opened.backup("home", [home])
+        opened.backup("me@3:/x", [home / "etc" / "deep"])
+        opened.put("blob", b"blob")
+        opened.put("blob", b"second")
+    return path
+
+
+def _settle(folder: Path) -> None:
+    """Give every entry the same mtime."""
+    for parent, folders, files in os.walk(folder, topdown=False):
+        for name in (*folders, *files):
+            os.utime(os.path.join(parent, name), ns=(SECOND * 10**9, SECOND * 10**9), follow_symlinks=False)
+    os.utime(folder, (SECOND, SECOND))
+
+
+def lines(call: InProcess, store: Path, *words: str) -> list[str]:
+    done = call("--store", store, *words)
+    assert (done.returncode, done.stderr) == (0, b"")
+    return done.stdout.decode().splitlines()
+
+
+# --- ls --------------------------------------------------------------------------------------------------------------
+
+
+def test_ls_of_a_folder_lists_its_names(store: Path, call: InProcess) -> None:
+    assert lines(call, store, "ls", "home:/") == ["a.txt", "etc/", "kind/", "sparse"]
+    assert lines(call, store, "ls", "home@1:/etc") == [r"caf\udce9\x1b", "deep/", "fstab", "hard", "link", "old"]
+    assert lines(call, store, "ls", "home:/etc/fstab") == ["fstab"]
+    assert lines(call, store, "ls", "-R", "home:/etc")[-1] == "deep/x"
+    assert lines(call, store, "ls", "home@2") == lines(call, store, "ls", "home:")
+
+
+def test_ls_long_lists_attributes(store: Path, call: InProcess) -> None:
+    listed = lines(call, store, "ls", "-l", "home:/etc")
+    _, folder, fstab, hard, link, _ = listed
+    assert re.fullmatch(r"-rw------- \w+ +\w+ +3000 2023-11-14T22:13:20Z fstab", fstab)
+    assert re.fullmatch(r"lrwxrwxrwx .* 2023-11-14T22:13:20Z link -> fstab", link)
+    assert hard.endswith(" hard link to /a.txt")
+    assert folder.startswith("drwx")
+    assert folder.endswith(" deep/")
+
+
+def test_ls_json_has_every_attribute(store: Path, call: InProcess) -> None:
+    entries = {one["path"]: one for one in call.answer("--store", store, "ls", "-R", "home:/")}
+    fstab = entries["/etc/fstab"]
+    assert (fstab["kind"], fstab["mode"], fstab["size_bytes"], fstab["uid"]) == ("file", "0600", 3000, os.getuid())
+    assert (fstab["mtime"], fstab["mtime_ns"]) == ("2023-11-14T22:13:20.000000000Z", SECOND * 10**9)
+    assert fstab["xattrs"] == {"user.note": "ff003d31"}
+    assert fstab["digest"].startswith("blake3-128:")
+    assert (entries["/sparse"]["size_bytes"], entries["/sparse"]["data_bytes"] < 1 << 20) == (3 << 20, True)
+    assert (entries["/etc/link"]["kind"], entries["/etc/link"]["target"]) == ("symlink", "fstab")
+    assert (entries["/etc/hard"]["kind"], entries["/etc/hard"]["target"]) == ("hard link", "/a.txt")
+    assert os.fsencode(next(path for path in entries if "caf" in path)) == b"/etc/caf\xe9\x1b"
+    assert call.answer("--store", store, "ls", "home:/kind") == []
+
+
+def test_ls_still_lists_keys(store: Path, call: InProcess) -> None:
+    keys = [one["key"] for one in call.answer("--store", store, "ls")]
+    assert keys == ["blob", "home", "me@3:/x"]
+    assert [one["key"] for one in call.answer("--store", store, "ls", "me@")] == ["me@3:/x"]
+    assert [one["key"] for one in call.answer("--store", store, "ls", "me@3:/x")] == ["me@3:/x"]
+    assert lines(call, store, "ls", "me@3:/x:/") == ["x"]
+    for arguments, code, text in (
+        (["ls", "hom:/etc"], 4, "key 'hom:/etc': the store has none, nor 'hom'"),
+        (["ls", "home:/nothing"], 4, "has no entry 'nothing'"),
+        (["ls", "-l", "blob"], 2, "is a blob of `nearkin put`"),
+        (["ls", "-l"], 2, "name it, as in `nearkin ls -l home:/`"),
+        (["ls", "-R", "home:/", "--versions"], 2, "not with --literal"),
+    ):
+        assert_refused(call("--store", store, *arguments), code, text)
+
+
+# --- find ------------------------------------------------------------------------------------------------------------
+
+
+def test_find_names_paths_of_every_tree(store: Path, call: InProcess) -> None:
+    assert lines(call, store, "find", "x") == ["home@2:/etc/deep/x", "me@3:/x@1:/x"]
+    assert lines(call, store, "find", "OLD", "home", "--versions", "-i") == ["home@1:/etc/old"]
+    assert lines(call, store, "find", "/etc/*s*b", "home@1") == ["home@1:/etc/fstab"]
+    assert lines(call, store, "find", "f*", "home:/etc/deep") == []
+    assert lines(call, store, "find", "fstab", "home", "-l")[0].endswith("home@2:/etc/fstab")
+    found = call.answer("--store", store, "find", "[ah]*", "home")
+    assert [(one["key"], one["version"], one["path"]) for one in found] == [
+        ("home", 2, "/a.txt"),
+        ("home", 2, "/etc/hard"),
+    ]
+    assert call.answer("--store", store, "find", "nothing*") == []
+    assert_refused(call("--store", store, "find", "x", "hom"), 4, "key 'hom'")
+
+
+# --- diff ------------------------------------------------------------------------------------------------------------
+
+
+def test_diff_lists_each_kind_of_change(store: Path, call: InProcess) -> None:
+    *changes, total = lines(call, store, "diff", "home@1", "home")
+    assert changes == ["M  /a.txt", "T  /kind", "U  /etc/fstab", "+  /etc/new", "-  /etc/old"]
+    assert total == (
+        "1 added, 1 removed, 1 with other content, 1 of another kind, 1 with other attributes; +17 B, -14 B"
+    )
+    assert lines(call, store, "diff", "home@1:/etc", "home@2:/etc", "--no-metadata")[:2] == ["+  /new", "-  /old"]
+    assert lines(call, store, "diff", "home:/etc/deep", "me@3:/x") == [
+        "0 added, 0 removed, 0 with other content, 0 of another kind, 0 with other attributes; +0 B, -0 B"
+    ]
+
+
+def test_diff_json_has_both_entries(store: Path, call: InProcess) -> None:
+    found = call.answer("--store", store, "diff", "home@2", "home@1")
+    assert (found["before"], found["after"]) == ("home@2", "home@1")
+    assert found["counts"] == {"added": 1, "removed": 1, "content": 1, "metadata": 1, "type": 1}
+    changes = {one["path"]: one for one in found["changes"]}
+    assert changes["/etc/new"]["change"] == "removed"
+    assert changes["/etc/new"]["after"] is None
+    fstab = changes["/etc/fstab"]
+    assert (fstab["change"], fstab["before"]["mode"], fstab["after"]["mode"]) == ("metadata", "0600", "0644")
+    assert call.answer("--store", store, "diff", "home", "home@2")["changes"] == []
+
+
+# --- dump and get ----------------------------------------------------------------------------------------------------
+
+
+def test_dump_and_get_write_a_file(store: Path, home: Path, tmp_path: Path, call: InProcess) -> None:
+    assert call("--store", store, "dump", "home@1:/a.txt").stdout == b"first"
+    assert call("--store", store, "get", "home:/a.txt").stdout == b"second version"
+    assert call("--store", store, "get", "home:/a.txt", "--version", "1").stdout == b"first"
+    assert call("--store", store, "dump", "home:/etc/hard").stdout == b"second version"
+    assert call("--store", store, "get", "me@3:/x:/x").stdout == b"x"
+    assert call("--store", store, "get", "blob@1").stdout == b"blob"
+    assert call("--store", store, "dump", "home:/sparse").stdout == (home / "sparse").read_bytes()
+    for command in ("dump", "get"):
+        answer = call.answer("--store", store, command, "home:/sparse", "-o", tmp_path / command)
+        assert (answer["key"], answer["version"], answer["written_bytes"]) == ("home", 2, 3 << 20)
+        assert (tmp_path / command).read_bytes() == (home / "sparse").read_bytes()
+        assert (tmp_path / command).stat().st_blocks * 512 < 1 << 20
+
+
+def test_get_of_a_tree_names_restore_and_dump(store: Path, tmp_path: Path, call: InProcess) -> None:
+    for arguments in (["get", "home"], ["get", "home@1"], ["get", "home", "--salvage"]):
+        refused = call("--store", store, *arguments)
+        assert_refused(refused, 2, "is a tree; `nearkin restore` restores it, `nearkin dump KEY:/PATH` writes one file")
+    raw = call("--store", store, "get", "home", "--raw").stdout
+    assert len(raw) == call.answer("--store", store, "info", "home")["size_bytes"]
+    for arguments, text in (
+        (["get", "home:/a.txt", "--range", "0-1"], "pipe `nearkin dump` instead"),
+        (["get", "home@1:/a.txt", "--version", "2"], "names a version: not with --version or --at"),
+        (["get", "home:/etc"], "is a folder; `nearkin restore home@2:/etc -o DIR` restores it"),
+        (["dump", "home"], "is a folder"),
+        (["dump", "home:/etc/link"], "is a symlink to fstab, which has no content"),
+        (["dump", "blob"], "is a blob of `nearkin put`"),
+        (["--json", "dump", "home:/a.txt"], "name a file with -o"),
+    ):
+        done = call("--store", store, *arguments)
+        assert (done.returncode, text in done.stderr.decode()) == (2, True), done.stderr
+
+
+def test_dump_archive_extracts_to_the_same_folder(store: Path, home: Path, tmp_path: Path, call: InProcess) -> None:
+    done = call("--store", store, "dump", "home:/", "--archive", "tar")
+    assert (done.returncode, done.stderr) == (0, b"")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout), errors="surrogateescape") as archive:
+        members = {member.name: member for member in archive}
+    fstab, hard = members["etc/fstab"], members["etc/hard"]
+    assert (fstab.mode, fstab.uid, fstab.size, fstab.mtime) == (0o600, os.getuid(), 3000, SECOND)
+    assert os.fsencode(fstab.pax_headers["SCHILY.xattr.user.note"]) == b"\xff\x00=1"
+    assert (hard.type, hard.linkname) == (tarfile.LNKTYPE, "a.txt")
+    assert (members["sparse"].size, members["sparse"].issparse()) == (3 << 20, True)
+    target = tmp_path / "target"
+    target.mkdir()
+    extract = ["tar", "-x", "--xattrs", "--xattrs-include=*", "-C", str(target)]
+    subprocess.run(extract, input=done.stdout, check=True)
+    compare = ["rsync", "-naHAXS", "--itemize-changes", "--delete", f"{home}/", f"{target}/"]
+    assert subprocess.run(compare, check=True, capture_output=True).stdout == b""
+    assert (target / "sparse").stat().st_blocks * 512 < 1 << 20
+
+
+def test_dump_archive_of_a_part(store: Path, tmp_path: Path, call: InProcess) -> None:
+    answer = call.answer("--store", store, "dump", "home@1:/etc", "-a", "tar", "-o", tmp_path / "t.tar")
+    assert (answer["kind"], answer["path"], answer["entries"]) == ("tar", "/etc", 8)
+    with tarfile.open(tmp_path / "t.tar", errors="surrogateescape") as archive:
+        hard = archive.getmember("hard")
+        found = archive.extractfile(hard)
+        assert found is not None
+        assert (hard.type, found.read()) == (tarfile.REGTYPE, b"first")
+    done = call("--store", store, "dump", "home:/a.txt", "-a", "tar")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        assert archive.getnames() == ["a.txt"]
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="devices need root")
+def test_dump_archive_keeps_other_kinds_and_times(tmp_path: Path, call: InProcess) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    os.mkfifo(folder / "fifo")
+    os.mknod(folder / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    for name, nanoseconds in (("early", -1_000_000_001), ("exact", 10**18 + 1)):
+        (folder / name).touch()
+        os.utime(folder / name, ns=(nanoseconds, nanoseconds))
+    with open_store(tmp_path / "store", create=True) as opened:
+        opened.backup("other", [folder])
+    done = call("--store", tmp_path / "store", "dump", "other", "-a", "tar")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        null = archive.getmember("null")
+        assert (null.type, null.devmajor, null.devminor) == (tarfile.CHRTYPE, 1, 3)
+        assert archive.getmember("fifo").isfifo()
+        assert archive.getmember("early").pax_headers["mtime"] == "-1.000000001"
+        assert archive.getmember("exact").pax_headers["mtime"] == "1000000000.000000001"
+    subprocess.run(["tar", "-x", "-C", str(tmp_path)], input=done.stdout, check=True)
+    assert (tmp_path / "early").stat().st_mtime_ns == -1_000_000_001
+
+
+def test_json_of_a_failed_listing_is_an_error(store: Path, call: InProcess) -> None:
+    done = call("--store", store, "--json", "ls", "home:/nothing")
+    assert done.returncode == 4
+    assert json.loads(done.stderr)["error"]["kind"] == "NotFound"
