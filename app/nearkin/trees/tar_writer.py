@@ -82,7 +82,7 @@ class TarWriter:
     """Streams entries of a tree into an archive."""
 
     def __init__(self, tree: TreeReader, contents: io.RawIOBase, progress: Callable[[int], None] | None = None) -> None:
-        """`contents`: the version from its start; `progress` is called with the bytes of each file."""
+        """`contents`: the version from its start; `progress` is called with the size of each file."""
         self._tree = tree
         self._contents = contents
         self._progress = progress
