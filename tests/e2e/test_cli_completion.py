@@ -34,7 +34,7 @@ def test_completion_prints_a_script_with_an_install_hint(call: InProcess, shell:
     [
         ("nearkin ver", {"verify", "version"}),
         ("nearkin keys ro", {"rotate"}),
-        ("nearkin get --ra", {"--range"}),
+        ("nearkin get --ra", {"--range", "--raw"}),
         ("nearkin --version completion f", {"fish"}),
     ],
 )

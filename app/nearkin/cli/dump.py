@@ -36,9 +36,10 @@ def dump(location: str, output: str | None, archive: str | None) -> None:
     nanoseconds, extended attributes (SCHILY.xattr, for tar --xattrs), holes (GNU sparse 1.0).
     """
     from nearkin.cli.output import print_json
-    from nearkin.cli.tree_location import open_tree_store, resolve_location
+    from nearkin.cli.tree_location import open_tree_store, parse_location, resolve_location
 
     session = current_session()
+    parse_location(location)
     check_json_output("dump", session, output)
     started = time.perf_counter()
     with open_tree_store(session, "dump", "tree") as store:

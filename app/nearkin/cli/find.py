@@ -49,12 +49,14 @@ def find(pattern: str, locations: tuple[str, ...], versions: bool, ignore_case: 
     """
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import print_line, warn
-    from nearkin.cli.tree_location import open_tree_store
+    from nearkin.cli.tree_location import open_tree_store, parse_location
     from nearkin.cli.tree_output import entry_json, entry_line, print_json_lines, show_path
     from nearkin_shared.utils.terminal import printable
 
     session = current_session()
     matches = _compile(pattern, ignore_case=ignore_case)
+    for text in locations:
+        parse_location(text)
     failures: list[str] = []
     with open_tree_store(session, "find", "tree") as store:
         found = _search(store, _trees(store, locations, versions=versions), matches, failures)

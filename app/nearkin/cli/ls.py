@@ -52,6 +52,9 @@ def ls(pattern: str, literal: bool, versions: bool, deleted: bool, is_long: bool
     nearkin ls -R home@2026-11-20T18:00Z:/etc
     nearkin --json ls -R home@36h: | jq -r 'map(select(.size_bytes > 1e9)) | .[].path'
     """
+    from nearkin.cli.key_patterns import parse_prefix_or_glob
+    from nearkin.cli.tree_location import parse_location
+
     session = current_session()
     is_tree_only = is_long or recursive
     if versions and deleted:
@@ -59,14 +62,18 @@ def ls(pattern: str, literal: bool, versions: bool, deleted: bool, is_long: bool
     if is_tree_only and (literal or versions or deleted):
         raise BadInput("ls: -l and -R list a tree: not with --literal, --versions or --deleted")
     has_location = is_tree_only or ((":" in pattern or "@" in pattern) and not (literal or versions or deleted))
+    if is_tree_only and not pattern:
+        raise BadInput("ls: -l and -R list a tree: name it, as in `nearkin ls -l home:/`")
+    if has_location:
+        parse_location(pattern)  # arguments are refused before a store is opened
+    else:
+        parse_prefix_or_glob(pattern, literal=literal)
     with session.open() as store:
-        if has_location and pattern:
+        if has_location:
             location = _find_tree(store, pattern, is_tree_only=is_tree_only)
             if location is not None:
                 _list_tree(session, store, location, is_long=is_long, recursive=recursive)
                 return
-        elif is_tree_only:
-            raise BadInput("ls: -l and -R list a tree: name it, as in `nearkin ls -l home:/`")
         _list_keys(session, store, pattern, literal=literal, versions=versions, deleted=deleted)
 
 

@@ -72,10 +72,11 @@ def restore(
     system cannot set are counted by kind on stderr, and the exit code is 3; so it is if an entry cannot be written.
     Nothing is written through a symlink out of DIR.
     """
-    from nearkin.cli.tree_location import open_tree, open_tree_store, resolve_location
+    from nearkin.cli.tree_location import open_tree, open_tree_store, parse_location, resolve_location
     from nearkin.trees.tree_restore import Overwrite, RestoreOptions
 
     session = current_session()
+    parse_location(location)
     if delete and (include or exclude):
         raise BadInput("--delete: not with --include or --exclude, which would delete what they leave out")
     accepts = _compile(include, exclude) if include or exclude else None
