@@ -2,8 +2,9 @@
 
     versions of a key, newest first -> each rule keeps some -> the others are deleted once they are old enough
 
-The rules are those of restic's `forget`: the last N; for each of the last N days, weeks, months, years that have a
-version, the newest one; all within a time of the newest. Calendars are UTC's, weeks begin on Monday (ISO 8601).
+The rules are those of restic's `forget`: the last N; for each of the last N hours, days, weeks, months, years that have
+a version, the newest one; all within a time of the newest, or the newest of each such period within it; those with a
+tag. Calendars are UTC's, weeks begin on Monday (ISO 8601).
 
 Invariant: a version is deleted only if a policy with rules applies to its key.
 """
@@ -11,6 +12,7 @@ Invariant: a version is deleted only if a policy with rules applies to its key.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -28,6 +30,7 @@ from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.version_listing import infos_of
 from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.validation import TAGS
 
 WHO, REASON = "retention", "retention.policies"
 _log = logging.getLogger("nearkin")
@@ -123,8 +126,9 @@ def guard_of(
 
 def has_rules(policy: RetentionPolicy) -> bool:
     """Return whether a policy has a rule; one without rules keeps every version."""
-    counts = (policy.keep_last, policy.keep_daily, policy.keep_weekly, policy.keep_monthly, policy.keep_yearly)
-    return any(counts) or policy.keep_within_seconds > 0
+    counts = (policy.keep_last, *(getattr(policy, f"keep_{name}") for name in PERIODS))
+    within = (policy.keep_within_seconds, *(getattr(policy, f"keep_within_{name}_seconds") for name in PERIODS))
+    return any(counts) or any(within) or bool(policy.keep_tags)
 
 
 def decide(
@@ -145,13 +149,7 @@ def decide(
     """
     newest_first = sorted(versions, key=lambda info: (info.created, info.version), reverse=True)
     current = max(versions, key=lambda info: info.version, default=None)
-    rules = [
-        _Rule("last", policy.keep_last, lambda info: info.version),
-        _Rule("daily", policy.keep_daily, lambda info: _utc(info).date()),
-        _Rule("weekly", policy.keep_weekly, lambda info: _utc(info).isocalendar()[:2]),
-        _Rule("monthly", policy.keep_monthly, lambda info: (_utc(info).year, _utc(info).month)),
-        _Rule("yearly", policy.keep_yearly, lambda info: _utc(info).year),
-    ]
+    rules = _rules_of(policy, current)
     by_number = sorted(versions, key=lambda info: info.version)
     superseded = {info.version: following.created for info, following in pairwise(by_number)}
     keeps_any = has_rules(policy)
@@ -159,12 +157,7 @@ def decide(
     for position, info in enumerate(newest_first):
         oldest = position == len(newest_first) - 1
         reasons = [rule.name for rule in rules if rule.keeps(info, oldest=oldest)]
-        if (
-            policy.keep_within_seconds
-            and current is not None
-            and ((current.created - info.created).total_seconds() <= policy.keep_within_seconds)
-        ):
-            reasons.append("within")
+        reasons += [f"tag {tags}" for tags in policy.keep_tags if _has_tags(info, tags)]
         if min_age and now < info.created.timestamp() + min_age:
             reasons.append("min-age")
         elif info.retain_until is not None and now < info.retain_until.timestamp():
@@ -178,13 +171,36 @@ def decide(
     return found
 
 
+def _has_tags(info: VersionInfo, tags: str) -> bool:
+    """Return whether a version has all of some tags, which commas separate."""
+    found = {tag.strip() for tag in info.metadata.get(TAGS, "").split(",")}
+    return all(tag.strip() in found for tag in tags.split(","))
+
+
+def _rules_of(policy: RetentionPolicy, current: VersionInfo | None) -> list[_Rule]:
+    """Return the rules that count versions or periods; times are counted from the current version."""
+    rules = [_Rule("last", policy.keep_last, _number)]
+    rules += [_Rule(name, getattr(policy, f"keep_{name}"), period) for name, period in PERIODS.items()]
+    if current is None:
+        return rules
+    for name, period in {"": _number, **PERIODS}.items():
+        seconds = getattr(policy, f"keep_within_{name}_seconds" if name else "keep_within_seconds")
+        if seconds:
+            earliest = current.created.timestamp() - seconds
+            rules.append(_Rule(f"within {name}".rstrip(), ALL, period, earliest))
+    return rules
+
+
 class _Rule:
     """One rule, applied to the versions of a key in order, newest first."""
 
-    def __init__(self, name: str, count: int, period: Callable[[VersionInfo], object]) -> None:
+    def __init__(
+        self, name: str, count: int, period: Callable[[VersionInfo], object], earliest: float = -math.inf
+    ) -> None:
         self.name = name
         self._remaining = count
         self._period = period
+        self._earliest = earliest
         self._last_period: object = None
 
     def keeps(self, info: VersionInfo, *, oldest: bool) -> bool:
@@ -192,8 +208,10 @@ class _Rule:
 
         It keeps the newest version of a period, or the oldest of all.
         """
+        if not self._remaining or info.created.timestamp() < self._earliest:
+            return False
         period = self._period(info)
-        if not self._remaining or (period == self._last_period and not oldest):
+        if period == self._last_period and not oldest:
             return False
         self._last_period = period
         self._remaining -= self._remaining > 0
@@ -310,5 +328,19 @@ def _matches(policy: RetentionPolicy, tenant: str, key: str) -> bool:
     return key.startswith(policy.prefix) and policy.tenant in (None, tenant)
 
 
+def _number(info: VersionInfo) -> object:
+    return info.version
+
+
 def _utc(info: VersionInfo) -> datetime:
     return info.created.astimezone(UTC)
+
+
+PERIODS: dict[str, Callable[[VersionInfo], object]] = {
+    "hourly": lambda info: (_utc(info).date(), _utc(info).hour),
+    "daily": lambda info: _utc(info).date(),
+    "weekly": lambda info: _utc(info).isocalendar()[:2],
+    "monthly": lambda info: (_utc(info).year, _utc(info).month),
+    "yearly": lambda info: _utc(info).year,
+}
+"""The period of a version by the name of the rule that keeps one version of each."""

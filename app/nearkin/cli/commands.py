@@ -30,6 +30,7 @@ _ELSEWHERE = {
     "docs": "docs",
     "dump": "dump",
     "find": "find",
+    "forget": "forget",
     "gc": "maintenance_commands",
     "get": "get",
     "init": "init",
@@ -191,57 +192,6 @@ def rm(key: str, version: int | None, reason: str, now: bool, yes: bool) -> None
         purge(key, version, reason, confirmed=yes)
         return
     change("delete", "deleted", key, version, reason)
-
-
-_COUNT = click.IntRange(min=-1)
-
-
-@nearkin.command()
-@click.argument("prefix", metavar="[PREFIX]", default="")
-@click.option("--keep-last", metavar="N", type=_COUNT, default=0, help="The newest N versions of each key; -1: all.")
-@click.option("--keep-daily", metavar="N", type=_COUNT, default=0, help="The newest of each of the last N days.")
-@click.option("--keep-weekly", metavar="N", type=_COUNT, default=0, help="The same of weeks, from Monday on.")
-@click.option("--keep-monthly", metavar="N", type=_COUNT, default=0, help="The same of months.")
-@click.option("--keep-yearly", metavar="N", type=_COUNT, default=0, help="The same of years.")
-@click.option("--keep-within", metavar="TIME", help="All within this of a key's newest version: 36h, 30d, 2w.")
-@click.option("--min-age", metavar="TIME", help="Keep versions that are more recent than this.")
-@click.option("--dry-run", is_flag=True, help="Show what would stay and what would go; delete nothing.")
-@shared_options
-def forget(
-    prefix: str,
-    keep_last: int,
-    keep_daily: int,
-    keep_weekly: int,
-    keep_monthly: int,
-    keep_yearly: int,
-    keep_within: str | None,
-    min_age: str | None,
-    dry_run: bool,
-) -> None:
-    """Delete the versions that no rule keeps.
-
-    The command applies to keys that start with PREFIX. Rules work as in restic: a version stays if any rule keeps it;
-    days, weeks, months and years are in UTC, and those without a version do not count; while a rule could keep more,
-    the oldest version stays too. Without a rule, retention.policies of the settings apply; keys without a policy keep
-    all versions. Versions more recent than retention.min_age_seconds always stay.
-
-    nearkin forget --keep-last 3 --keep-daily 7 --keep-weekly 4 --dry-run
-    nearkin forget db/ --keep-within 30d
-    nearkin forget                                 # by retention.policies
-    """
-    from nearkin.cli.forget import forget_versions, parse_duration
-    from nearkin_shared.config.storage import RetentionPolicy
-
-    policy = RetentionPolicy(
-        keep_last=keep_last,
-        keep_daily=keep_daily,
-        keep_weekly=keep_weekly,
-        keep_monthly=keep_monthly,
-        keep_yearly=keep_yearly,
-        keep_within_seconds=0 if keep_within is None else parse_duration("keep-within", keep_within),
-    )
-    seconds = 0 if min_age is None else parse_duration("min-age", min_age)
-    forget_versions(current_session(), prefix, policy, seconds, dry_run=dry_run)
 
 
 @nearkin.command()

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import click
+
+from nearkin.cli.session import AsWritten, Session, current_session, shared_options
 from nearkin_shared.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
-    from nearkin.cli.session import Session
     from nearkin_shared.config.storage import RetentionPolicy
     from nearkin_shared.results import Damage
     from nearkin_shared.retention import Decision
@@ -22,6 +24,82 @@ if TYPE_CHECKING:
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
 _DURATION = re.compile(r"(?:[0-9]{1,9}[smhdwy])+", re.ASCII)
 SECONDS_MAX = 3_153_600_000
+_COUNT = click.IntRange(min=-1)
+_PERIOD_SECONDS = {"hourly": 3600, "daily": 86_400, "weekly": 604_800, "monthly": 28 * 86_400, "yearly": 31_536_000}
+"""The shortest time that --keep-within-PERIOD accepts: 6m, six months for restic, are six minutes here."""
+
+
+def _count_option(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(f"--keep-{name}", metavar="N", type=_COUNT, default=0, help=text)
+
+
+@click.command(cls=AsWritten)
+@click.argument("prefix", metavar="[PREFIX]", default="")
+@_count_option("last", "The newest N versions of each key; -1: all.")
+@_count_option("hourly", "The newest of each of the last N hours with a version.")
+@_count_option("daily", "The same of days.")
+@_count_option("weekly", "The same of weeks, from Monday on.")
+@_count_option("monthly", "The same of months.")
+@_count_option("yearly", "The same of years.")
+@click.option("--keep-within", metavar="TIME", help="All within this of a key's newest version: 36h, 30d, 2w.")
+@click.option("--keep-within-hourly", metavar="TIME", help="The newest of each hour within this of the newest version.")
+@click.option("--keep-within-daily", metavar="TIME", help="The same of days.")
+@click.option("--keep-within-weekly", metavar="TIME", help="The same of weeks.")
+@click.option("--keep-within-monthly", metavar="TIME", help="The same of months.")
+@click.option("--keep-within-yearly", metavar="TIME", help="The same of years.")
+@click.option("--keep-tag", metavar="TAG[,TAG]", multiple=True, help="Those with this tag (all of them); repeatable.")
+@click.option("--min-age", metavar="TIME", help="Keep versions that are more recent than this.")
+@click.option("-n", "--dry-run", is_flag=True, help="Show what would stay and what would go; delete nothing.")
+@shared_options
+def forget(prefix: str, min_age: str | None, dry_run: bool, **rules: Any) -> None:
+    """Delete the versions that no rule keeps.
+
+    The command applies to keys that start with PREFIX. Rules work as in restic: a version stays if any rule keeps it;
+    hours, days, weeks, months and years are in UTC, and those without a version do not count; while a rule could keep
+    more, the oldest version stays too. Without a rule, retention.policies of the settings apply; keys without a policy
+    keep all versions. Versions more recent than retention.min_age_seconds always stay.
+
+    A TIME is a sum of numbers with s, m (minutes), h, d, w or y: 36h, 30d, 1y6w.
+
+    nearkin forget --keep-last 3 --keep-daily 7 --keep-weekly 4 --dry-run
+    nearkin forget db/ --keep-within 30d
+    nearkin forget home --keep-within-daily 14d --keep-within-monthly 1y --keep-tag release
+    nearkin forget                                 # by retention.policies
+    """
+    seconds = 0 if min_age is None else parse_duration("min-age", min_age)
+    forget_versions(current_session(), prefix, parse_policy(rules), seconds, dry_run=dry_run)
+
+
+def parse_policy(rules: Mapping[str, Any]) -> RetentionPolicy:
+    """Return the policy that options name, by parameters such as `keep_daily`.
+
+    Raises BadInput.
+    """
+    from nearkin_shared.config.storage import RetentionPolicy
+
+    values: dict[str, Any] = {}
+    for name, value in rules.items():
+        if name == "keep_tag":
+            values["keep_tags"] = tuple(value)
+            if not all(tag.strip() for text in value for tag in text.split(",")):
+                raise BadInput(f"--keep-tag {','.join(value)!r}: want a tag, or several separated by commas")
+        elif name.startswith("keep_within"):
+            values[f"{name}_seconds"] = 0 if value is None else _parse_within(name, value)
+        else:
+            values[name] = value
+    return RetentionPolicy(**values)
+
+
+def _parse_within(name: str, text: str) -> int:
+    option, period = name.replace("_", "-"), name.rpartition("_")[2]
+    seconds = parse_duration(option, text)
+    least = _PERIOD_SECONDS.get(period, 0)
+    if seconds < least:
+        raise BadInput(
+            f"--{option} {text!r}: {seconds:,} s, shorter than one period of the rule ({least:,} s); m is minutes, six "
+            "months are 26w"
+        )
+    return seconds
 
 
 def parse_duration(name: str, text: str) -> int:

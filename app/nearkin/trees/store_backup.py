@@ -24,10 +24,8 @@ from nearkin_shared.formats.tree_layout import CONTENT_TYPE_TREE
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.results import PutResult
-from nearkin_shared.validation import CONTENT_TYPE, RESERVED_PREFIX
+from nearkin_shared.validation import CONTENT_TYPE, RESERVED_PREFIX, TAGS
 
-TAGS = "tags"
-"""Name of the tags in a version's metadata, separated by commas."""
 CHECKPOINT_REASON = "the backup was completed"
 CHECKPOINT_KEY_CHARACTERS = 200
 """Of the key that a checkpoint's metadata name."""

@@ -122,6 +122,8 @@ def _rule_of_type(rule: object) -> str | None:
             description = "a list, a table, or text with commas"
         case validators.Origins():
             description = "a list, or text with commas"
+        case validators.TagLists():
+            description = "a list"
         case validators.ObjectPrefix():
             description = "a folder of names that ends in /"
     return description

@@ -18,6 +18,7 @@ from nearkin_shared.config.validators import (
     ServerUrl,
     ShareRange,
     SizeRange,
+    TagLists,
     TenantName,
     Text,
 )
@@ -216,8 +217,10 @@ class RetentionPolicy:
     """Restrict the policy to this tenant."""
     keep_last: Annotated[int, _KEPT] = 0
     """Keep this many newest versions."""
+    keep_hourly: Annotated[int, _KEPT] = 0
+    """Keep the newest version of each of this many hours (UTC) that have a version."""
     keep_daily: Annotated[int, _KEPT] = 0
-    """Keep the newest version of each of this many days (UTC) that have a version."""
+    """The same for days."""
     keep_weekly: Annotated[int, _KEPT] = 0
     """The same for ISO weeks."""
     keep_monthly: Annotated[int, _KEPT] = 0
@@ -226,6 +229,18 @@ class RetentionPolicy:
     """The same for years."""
     keep_within_seconds: Annotated[int, _SECONDS] = 0
     """Keep versions up to this much older than the newest version of the key."""
+    keep_within_hourly_seconds: Annotated[int, _SECONDS] = 0
+    """Of versions up to this much older than the newest version of the key, keep the newest of each hour."""
+    keep_within_daily_seconds: Annotated[int, _SECONDS] = 0
+    """The same for days."""
+    keep_within_weekly_seconds: Annotated[int, _SECONDS] = 0
+    """The same for ISO weeks."""
+    keep_within_monthly_seconds: Annotated[int, _SECONDS] = 0
+    """The same for months."""
+    keep_within_yearly_seconds: Annotated[int, _SECONDS] = 0
+    """The same for years."""
+    keep_tags: Annotated[tuple[str, ...], TagLists()] = ()
+    """Keep versions with one of these tags, which `nearkin backup --tag` sets; `a,b`: with both tags."""
     min_age_seconds: Annotated[int, _SECONDS] = 0
     """No caller can delete a version before this age."""
 

@@ -24,6 +24,8 @@ FORBID_OTHERS = {"extra": "forbid"}
 """A section's `__pydantic_config__`: refuse unknown settings."""
 ORIGINS_MAX = 100
 """Web origins whose pages may use the API."""
+TAG_LISTS_MAX = 1000
+"""Rules of one retention policy that keep by tag."""
 _ORIGIN = re.compile(r"https?://(?:[a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?", re.ASCII)
 FOLDER_BYTES_MAX = 4096
 PARITY_SHARDS_MAX = 32
@@ -271,6 +273,20 @@ class Origins(Rule):
                 raise InvalidValue(
                     f'{entry!r:.80}: want an origin such as "https://app.example", without a path, or "*"'
                 )
+        return value
+
+
+@frozen
+class TagLists(Rule):
+    """Tags of versions, or several with commas, of which a version must have all."""
+
+    def check(self, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Return `value`. Raises InvalidValue."""
+        if len(value) > TAG_LISTS_MAX:
+            raise InvalidValue(f"{len(value)} tags: want at most {TAG_LISTS_MAX}")
+        for entry in value:
+            if not all(tag.strip() for tag in entry.split(",")):
+                raise InvalidValue(f"{entry!r:.80}: want a tag, or several separated by commas")
         return value
 
 

@@ -18,6 +18,7 @@ import pytest
 
 import nearkin
 from nearkin.store import Store, open_store
+from nearkin.trees.store_backup import BackupOptions
 from nearkin_shared.config.storage import RetentionPolicy
 from nearkin_shared.errors import BadInput, RetentionActive
 from nearkin_shared.results import Damage
@@ -198,6 +199,26 @@ def test_command_shows_a_table_and_deletes(tmp_path: Path) -> None:
     assert len(json.loads(run("ls", "--versions", "--json").stdout)) == 2
     refused = run("forget", "--keep-within", "soon")
     assert (refused.returncode, "want a time" in refused.stderr) == (2, True)
+
+
+def test_command_keeps_tagged_trees(tmp_path: Path) -> None:
+    """Keep a tree by its tag, locally and through the same decisions of a client."""
+    (tmp_path / "home").mkdir()
+    with nearkin.open_store(tmp_path / "s", create=True) as store:
+        for number, tags in enumerate([("release",), (), ("daily", "release"), ()]):
+            (tmp_path / "home" / "f").write_text(str(number))
+            store.backup("home", [tmp_path / "home"], options=BackupOptions(tags=tags))
+    arguments = ["--store", str(tmp_path / "s"), "forget", "--keep-tag", "release", "--keep-last", "1", "--json"]
+    command = [sys.executable, "-m", "nearkin.cli", *arguments]
+    shown = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert {entry["version"]: entry["reasons"] for entry in shown["versions"]} == {
+        1: ["tag release"],
+        2: [],
+        3: ["tag release"],
+        4: ["last"],
+    }
+    with nearkin.open_store(tmp_path / "s", read_only=True) as store:
+        assert [info.version for info in store.versions("home", all_versions=True)] == [1, 3, 4]
 
 
 def test_policies_are_the_servers_own(gateway: RunningGateway) -> None:

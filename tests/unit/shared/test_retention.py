@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import settings as runs
 from hypothesis import strategies as st
 
-from nearkin.cli.forget import parse_duration
+from nearkin.cli.forget import parse_duration, parse_policy
 from nearkin_shared.config.storage import RetentionPolicy, RetentionSettings
 from nearkin_shared.errors import BadInput, ConfigError, NotFound, RetentionActive
 from nearkin_shared.results import Damage, VersionInfo
@@ -76,6 +77,86 @@ def test_keep_monthly_and_yearly_keep_one_each() -> None:
 
 def test_within_counts_from_the_newest_version() -> None:
     assert kept(days(-400, -390, -365, -364), keep_within_seconds=86_400 * 2) == [3, 4]
+
+
+def test_keep_hourly_keeps_the_newest_of_hours_with_versions() -> None:
+    created = [START + timedelta(minutes=minutes) for minutes in (0, 10, 59, 60, 200, 201)]
+    assert kept(created, keep_hourly=2) == [4, 6]
+    assert kept(created, keep_hourly=9) == [1, 3, 4, 6]  # the oldest too, while the rule could keep more
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("hourly", [4, 5, 6]), ("daily", [4, 6]), ("weekly", [4, 6]), ("monthly", [6])]
+)
+def test_within_a_period_keeps_one_version_of_each(rule: str, expected: list[int]) -> None:
+    """Keep nothing outside the time, whatever its period."""
+    created = days(-60, -40, -39.9, -8, -0.1, 0)
+    assert kept(created, **{f"keep_within_{rule}_seconds": 9 * 86_400}) == expected
+
+
+def test_within_daily_keeps_the_oldest_version_in_its_time() -> None:
+    assert kept(days(0, 0.1, 0.2, 1), keep_within_daily_seconds=86_400 * 2) == [1, 3, 4]
+    assert kept(days(-0.5, 0.1, 0.2, 1), keep_within_yearly_seconds=86_400) == [4]
+
+
+@given(
+    hours=st.lists(st.integers(0, 24 * 900), max_size=40),
+    count=st.integers(-1, 5),
+    within_hours=st.integers(1, 24 * 500),
+    period=st.sampled_from(["hourly", "daily", "weekly", "monthly", "yearly"]),
+)
+@runs(deadline=None, max_examples=100)
+def test_within_rules_equal_their_plain_restatement(
+    hours: list[int], count: int, within_hours: int, period: str
+) -> None:
+    created = [START + timedelta(hours=hour) for hour in hours]
+    period_of: dict[str, Callable[[datetime], object]] = {
+        "hourly": lambda when: when.strftime("%Y-%m-%d %H"),
+        "daily": lambda when: when.strftime("%Y-%m-%d"),
+        "weekly": lambda when: when.strftime("%G %V"),
+        "monthly": lambda when: when.strftime("%Y-%m"),
+        "yearly": lambda when: when.strftime("%Y"),
+    }
+    versions = sorted(enumerate(created, 1), key=lambda v: (v[1], v[0]), reverse=True)
+    expected: set[int] = set()
+    if versions:
+        earliest = created[-1] - timedelta(hours=within_hours)
+        newest: dict[object, int] = {}
+        for number, when in versions:
+            newest.setdefault(period_of[period](when), number)
+            if when >= earliest and (newest[period_of[period](when)] == number or number == versions[-1][0]):
+                expected.add(number)
+        chosen = list(newest.values()) if count < 0 else list(newest.values())[:count]
+        expected |= {*chosen, len(hours)}
+        if count < 0 or len(chosen) < count:
+            expected.add(versions[-1][0])
+    rules = {f"keep_within_{period}_seconds": within_hours * 3600, f"keep_{period}": count}
+    assert set(kept(created, **rules)) == expected
+
+
+def test_keep_tag_keeps_versions_with_all_tags_of_one_rule() -> None:
+    tags = ["a", "a,b", "b, c", "", "ab"]
+    versions = [replace(info(number, START), metadata={"tags": text}) for number, text in enumerate(tags, 1)]
+    versions += [info(6, START)]
+
+    def reasons(*rules: str) -> dict[int, tuple[str, ...]]:
+        found = decide(versions, RetentionPolicy(keep_tags=rules), START.timestamp())
+        return {decision.info.version: decision.reasons for decision in found if decision.kept}
+
+    assert reasons("a") == {1: ("tag a",), 2: ("tag a",), 6: ("newest",)}
+    assert reasons("a,b", "c") == {2: ("tag a,b",), 3: ("tag c",), 6: ("newest",)}
+    assert reasons("none") == {6: ("newest",)}
+
+
+def test_options_of_the_command_make_a_policy() -> None:
+    rules = {"keep_last": 0, "keep_hourly": 5, "keep_within": None, "keep_within_daily": "2w", "keep_tag": ("x,y", "z")}
+    assert parse_policy(rules) == RetentionPolicy(
+        keep_hourly=5, keep_within_daily_seconds=14 * 86_400, keep_tags=("x,y", "z")
+    )
+    with pytest.raises(BadInput, match=r"--keep-within-monthly '6m': 360 s, shorter than .* m is minutes"):
+        parse_policy({"keep_within_monthly": "6m"})
+    with pytest.raises(BadInput, match="want a tag"):
+        parse_policy({"keep_tag": ("x,",)})
 
 
 def test_rules_add_up_and_no_rule_keeps_all() -> None:
@@ -187,6 +268,14 @@ def test_policies_of_a_file_are_read_or_refused_in_one_line(tmp_path: Path) -> N
     file.write_text('[retention]\nmin_age_seconds = 5\n[[retention.policies]]\nprefix = "db/"\nkeep_daily = 7\n')
     settings, _ = load(file)
     assert settings.retention.policies == (RetentionPolicy(prefix="db/", keep_daily=7),)
+    file.write_text(
+        "[[retention.policies]]\nkeep_hourly = 3\nkeep_within_weekly_seconds = 9\nkeep_tags = ['a,b', 'c']\n"
+    )
+    (policy,) = load(file)[0].retention.policies
+    assert policy == RetentionPolicy(keep_hourly=3, keep_within_weekly_seconds=9, keep_tags=("a,b", "c"))
+    file.write_text("[[retention.policies]]\nkeep_tags = ['a,']\n")
+    with pytest.raises(ConfigError, match="want a tag"):
+        load(file)
     file.write_text("[[retention.policies]]\nkeep_daily = -2\n")
     with pytest.raises(ConfigError, match="want -1 to 1000000"):
         load(file)
