@@ -125,7 +125,7 @@ class MaintainedStore:
         self._condemned = PendingDeleteStore(covered)
         self._heads = VersionHeads(covered)
         self._quarantine = Quarantine(covered, clock)
-        self.reserve: SpaceReserve = SpaceReserve(root)
+        self.reserve: SpaceReserve = SpaceReserve(root, self._container_bytes)
         self.pauses: GcPauseFlag = GcPauseFlag(covered, clock, self.reserve)
         self._deletions = Deletions(
             self._manifests,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -265,16 +266,27 @@ def test_full_disk_freed_by_command_through_the_reserve(disk: Path, words: list[
     assert run(root, "verify").returncode == 0
 
 
-@pytest.mark.parametrize("words", FREEING[:2] + FREEING[3:4], ids=" ".join)
-def test_full_disk_without_reserve_refuses(disk: Path, words: list[str]) -> None:
-    """F.3: The control of the test above: without the reserve these commands have no room."""
+@pytest.mark.parametrize("words", FREEING, ids=" ".join)
+def test_full_disk_without_reserve_names_the_bytes_to_free(disk: Path, words: list[str]) -> None:
+    """F.3: Without the reserve these commands have no room; with the bytes that the error names, `gc --now` has."""
     root = disk / "store"
     fill_store(root)
+    with open_store(root, settings=CHOSEN) as store:
+        store.delete("many", 2)
     (root / "reserve").unlink()
-    fill_to_last_block(disk)
+    ballast = fill_to_last_block(disk)
     done = run(root, *words)
-    assert done.returncode != 0
+    assert done.returncode == 6, done.stderr
     assert "no room" in done.stderr
+    found = re.search(
+        r"the reserve (\S+) was used before.* other files of ([0-9]+) MiB.*`nearkin gc --now`", done.stderr
+    )
+    assert found is not None, done.stderr
+    assert found[1] == str(root / "reserve")
+    os.truncate(ballast, ballast.stat().st_size - int(found[2]) * MIB)
+    done = run(root, "gc", "--now", "--yes")
+    assert (done.returncode, "freed" in done.stdout) == (0, True), done.stderr
+    assert run(root, "verify").returncode == 0
 
 
 def test_full_disk_has_room_after_rm_and_gc_now(disk: Path) -> None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from nearkin_shared.errors import NoRoom
+from nearkin_shared.errors import NoRoom, StoreUnavailable
 from nearkin_shared.limits import MIB
 from nearkin_shared.objectstore.base import sync_folder
 from nearkin_shared.utils.private_files import nearest_folder
@@ -30,6 +30,8 @@ STORE_SHARE = 32
 """Share of the stored bytes, 1 in 32, that covers the index pages that a GC run writes."""
 FREE_TIMES = 4
 """Multiple of its size that must be free to create the reserve, which must not fill the disk itself."""
+CONTAINER_BYTES = 4 * MIB
+"""A GC run writes a container again before it removes the old one."""
 PART_BYTES = MIB
 Answer = TypeVar("Answer")
 _log = logging.getLogger("nearkin")
@@ -41,8 +43,10 @@ class SpaceReserve:
     Removing and renaming the file are atomic.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, stored_bytes: Callable[[], int] = lambda: 0) -> None:
+        """Create the reserve; `stored_bytes` lists all containers, once a command has no room."""
         self._path = root / NAME
+        self._stored_bytes = stored_bytes
 
     def size_bytes(self) -> int:
         """Return the size of the reserve, 0 if there is none."""
@@ -94,9 +98,28 @@ class SpaceReserve:
         try:
             return action()
         except NoRoom as err:
-            if not self._is_on_device_of(err.folder) or not self.release():
+            if not self._is_on_device_of(err.folder):
                 raise
-        return (again or action)()
+            if not self.release():
+                raise self._refusal(err, "was used before, or did not fit") from err
+        try:
+            return (again or action)()
+        except NoRoom as err:
+            if not self._is_on_device_of(err.folder):
+                raise
+            raise self._refusal(err, "was released and does not suffice") from err
+
+    def _refusal(self, err: NoRoom, state: str) -> NoRoom:
+        """Return the error with the bytes that the commands which free space need."""
+        with suppress(StoreUnavailable):
+            needed_bytes = max(SMALLEST_BYTES, self._stored_bytes() // STORE_SHARE) + CONTAINER_BYTES
+            mib = -(-needed_bytes // MIB)
+            return NoRoom(
+                f"{err}; the reserve {self._path} {state}: delete or move other files of {mib} MiB on this disk, then "
+                "run `nearkin gc --now`, which frees all deleted versions (docs/how-to/free-a-full-disk.md)",
+                err.folder,
+            )
+        return err
 
     def _is_on_device_of(self, folder: Path | None) -> bool:
         """Return whether the reserve is on the device of a folder; None: the store's own."""
