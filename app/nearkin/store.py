@@ -514,11 +514,18 @@ class Store(MaintainedStore):
 
         Raises StoreUnavailable.
         """
-        known: dict[bytes, int] = {}
-        for tenant, entry in self._index.listed_versions():
-            digest = bytes.fromhex(key_digest(tenant, entry.key))
-            known[digest] = max(known.get(digest, 0), entry.version)
+        known = {
+            (bytes.fromhex(key_digest(tenant, entry.key)), entry.version)
+            for tenant, entry in self._index.listed_versions()
+        }
         return len(self._heads.find_rolled_back(self._manifests, known))
+
+    def keys_without_records(self) -> int:
+        """Return how many keys lost a tombstone or retention record that a GC run has listed.
+
+        Raises StoreUnavailable.
+        """
+        return len(self._heads.find_keys_without_records())
 
     def forget(
         self,

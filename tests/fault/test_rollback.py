@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,86 @@ def test_number_of_a_rolled_back_version_is_not_reused(root: Path) -> None:
     with open_root(root) as store:
         assert store.get("db", 2).read() == b"version two" * 1000
         assert store.get("db").read() == b"version three"
+
+
+@pytest.mark.parametrize("is_restored", [True, False], ids=["restored", "given up"])
+def test_put_after_a_lost_version_does_not_hide_the_loss(
+    root: Path, is_restored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F.25: A put on a rolled-back key warns; verify names the loss and gc frees nothing until it is settled."""
+    lost = (root / object_name("default", "db", 2)).read_bytes()
+    name = without_newest(root)
+    shutil.rmtree(root / "index")
+    with opened(root) as store:
+        for version in (3, 4):
+            caplog.clear()
+            assert store.put("db", b"after the loss" * version).info.version == version
+            assert "'db': version 2, which a GC run has listed as the newest, was removed" in caplog.text
+        assert store.put("other", b"content").info.version == 1
+        assert store.get("db").read() == b"after the loss" * 4
+    shutil.rmtree(root / "index")
+    with opened(root) as store:
+        for _ in range(2):
+            with pytest.raises(Corrupt, match=f"{name}: removed.*nothing is freed"):
+                store.gc()
+        assert [found.object_name for found in store.verify().damage] == [name]
+        assert store.rolled_back_keys() == 1
+        if is_restored:
+            (root / name).write_bytes(lost)
+        store.rebuild_index()
+        caplog.clear()
+        assert store.put("db", b"as usual").info.version == 5
+        assert caplog.text == ""
+        store.gc()
+        assert store.verify().damage == ()
+        assert [info.version for info in store.versions(all_versions=True) if info.key == "db"] == [
+            1, *([2] if is_restored else []), 3, 4, 5,
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "no room"])
+def test_head_keeps_its_last_tombstone_until_a_higher_one(
+    root: Path, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F.25: A replaced head is no loss, whether the run that expires it could record the higher one or not."""
+    last = root / mark_name("default", "db", 2, 2)
+    with opened(root) as store:
+        store.delete("db", 2)
+        store.put("db", b"version three")
+        with monkeypatch.context() as full:
+            if not is_recorded:
+                full.setattr(VersionHeads, "_replace", _refuse)
+            with suppress(NoRoom):
+                store.gc()
+            assert last.exists() is not is_recorded
+        assert store.rolled_back_keys() == 0
+        assert store.verify().damage == ()
+        assert store.gc().rolled_back_keys == 0
+        assert not last.exists()
+        assert store.verify().damage == ()
+        assert store.put("db", b"version four").info.version == 4
+
+
+def _refuse(*_: object) -> None:
+    raise NoRoom("heads/versions: no space left")
+
+
+def test_ls_warns_of_lost_tombstones_once(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F.25: `ls` names the loss of a tombstone on stderr, as verify does, and reads no manifest for it."""
+    with opened(root) as store:
+        store._deletions.delete("default", "db", 2, undelete_seconds=3600)
+        store.put("other", b"content")
+        store.gc()
+        warn_if_rolled_back(store)
+        assert capsys.readouterr().err == ""
+    (root / mark_name("default", "db", 2, 1)).unlink()
+    with opened(root) as store:
+        monkeypatch.setattr(ManifestStore, "get", None)
+        monkeypatch.setattr(ManifestStore, "read", None)
+        warn_if_rolled_back(store)
+    assert capsys.readouterr().err.count("1 key lost a tombstone or retention record") == 1
 
 
 def test_heads_without_room_release_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

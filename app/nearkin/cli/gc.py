@@ -87,17 +87,24 @@ def _has_ended(state: Mapping[str, Any]) -> object:
 
 
 def warn_if_rolled_back(store: Store | RemoteStore) -> None:
-    """Report on stderr that keys of a local store have lost their newest version.
+    """Report on stderr that keys of a local store have lost their newest version, a tombstone or a retention record.
 
-    A listing does not show this.
+    A listing does not show this. No manifest is read.
     """
     from nearkin.cli.output import warn
     from nearkin.store import Store
     from nearkin_shared.savings_table import plural
 
-    removed = store.rolled_back_keys() if isinstance(store, Store) else 0
+    if not isinstance(store, Store):
+        return
+    removed, without_records = store.rolled_back_keys(), store.keys_without_records()
     if removed:
         warn(f"{plural(removed, 'key')} lost their newest version, which was removed: `nearkin verify` names them")
+    if without_records:
+        warn(
+            f"{plural(without_records, 'key')} lost a tombstone or retention record, which was removed: deleted "
+            "versions may be listed, or undeleted ones not; `nearkin verify` names them"
+        )
 
 
 def change(action: str) -> None:

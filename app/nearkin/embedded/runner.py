@@ -487,8 +487,10 @@ class EmbeddedWriter:
         # Numbers in the index count as used too: a lost manifest may be restored from a copy.
         indexed, version = self._index.versions_of(tenant, blob.key), self._heads.highest_taken(tenant, blob.key)
         segments, known, lengths = blob.assemble()
-        for _ in range(VERSION_RACES_MAX):
+        for retry in range(VERSION_RACES_MAX):
             histories = self._manifests.histories(tenant, blob.key)
+            if not retry:
+                self._heads.warn_if_removed(tenant, blob.key, histories)
             earlier = self._manifests.find_origin(tenant, blob.key, histories, blob.origin)
             if earlier is not None:  # before the precondition, which this version may fail
                 return EarlierCommit(earlier)

@@ -97,7 +97,7 @@ class LocalGc:
                 if self.settings.gc.sign_old_records:
                     sign_old_marks(self.condemned.objects, index)
                 swept = sweep_erased(self.condemned.objects, index)
-            self._check_no_manifest_is_lost()
+            self._check_no_manifest_is_lost(record=True)
             # Directories and blocks of its own: those of puts and of a GC run are forgotten at other moments.
             apart = self.containers.with_own_caches(self.condemned.objects, BLOCKS_BYTES)
             turns = LocalWriterGate(self.index, self.containers, max(wait_seconds, EXCLUSIVE_SECONDS_MAX), self.writing)
@@ -138,7 +138,7 @@ class LocalGc:
             self.check_clock()
             with self.index.exclusive(wait_seconds) as index:
                 swept = sweep_erased(self.condemned.objects, index)
-                self._check_no_manifest_is_lost()
+                self._check_no_manifest_is_lost(record=True)
                 self.containers.evict()
                 counted, objects = meter_writes(self.condemned.objects)
                 containers, manifests = self.containers.with_objects(objects), ManifestStore(objects)
@@ -219,7 +219,7 @@ class LocalGc:
 
         Raises Corrupt, RetryableError.
         """
-        self._check_no_manifest_is_lost()
+        self._check_no_manifest_is_lost(record=False)
         report, objects = self._previewed(steps, deleted_too), self.condemned.objects
         if isinstance(objects, EncryptedObjectStore):
             report = replace(
@@ -241,7 +241,7 @@ class LocalGc:
             f"store {self.root}: a GC run is at work, and removes what this one reads; try again when it is done"
         ) from last
 
-    def _check_no_manifest_is_lost(self) -> None:
+    def _check_no_manifest_is_lost(self, *, record: bool) -> None:
         """Raise Corrupt if an indexed version has no manifest: its containers are not known.
 
         A version is withdrawn from the index before its manifest is removed, and added after its manifest is written.
@@ -256,7 +256,7 @@ class LocalGc:
                 "nothing is freed; put it back from a copy (`nearkin repair --from`), or give that version up with "
                 "`nearkin rebuild-index`"
             )
-        check_none_rolled_back(self.condemned.objects)
+        check_none_rolled_back(self.condemned.objects, record=record)
 
     def _lost_manifests(self) -> dict[str, tuple[str, int]]:
         remembered = self.index.listed_versions()

@@ -379,8 +379,10 @@ class CommitterHandler:
     ) -> tuple[Manifest, int, int]:
         tenant, key = end.envelope.tenant, end.envelope.key
         taken = self._heads.highest_taken(tenant, key)  # a lost manifest may be restored from a copy
-        for _ in range(VERSION_RACES_MAX):
+        for retry in range(VERSION_RACES_MAX):
             histories = self._manifests.histories(tenant, key)
+            if not retry:
+                self._heads.warn_if_removed(tenant, key, histories)
             earlier = self._earlier(end, sorted(histories))
             if earlier is not None:
                 return *earlier, earlier[0].created_us

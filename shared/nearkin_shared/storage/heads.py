@@ -1,6 +1,7 @@
 """Highest version numbers and record sequences of keys, to detect removed objects.
 
-Invariant: the removal of a key's newest manifest with its marks, or of a version's last mark, is detected by its head.
+Invariant: the removal of a key's newest manifest with its marks, or of a version's last mark, is detected by its head,
+also after a later put of the key: GC removes the last object of a recorded head only once a higher head is recorded.
 
     heads/versions/0000000000000007.nkh     the highest sequence is valid
 
@@ -15,13 +16,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
 from nearkin_shared.errors import Corrupt, NotFound, PermanentError
 from nearkin_shared.formats.head_record import ENTRIES_MAX, Heads, Sequences, decode_heads, encode_heads
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
+from nearkin_shared.objectstore.delegating import file_sizes
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.storage.manifests import (
     MARK_SUFFIX,
@@ -36,8 +38,6 @@ from nearkin_shared.storage.versioned_record import VersionedRecords
 FOLDER = "heads/versions"
 FRESH_SECONDS = 300.0
 """Time for which a reader reuses the record."""
-FOLDERS_LISTED_MAX = 64
-"""Folders of keys listed one by one; beyond, one listing of all manifests is cheaper."""
 _log = logging.getLogger("nearkin")
 
 
@@ -161,43 +161,84 @@ class VersionHeads:
 
         Raises: StoreUnavailable, AlreadyExists (another process wrote the record).
         """
-        before, now = self.read(), list_heads(manifests)
+        before = self.read()
+        now = list_heads(manifests, before.versions)
+        lost = self._without_hidden(lost_heads(before.versions, now))
         versions = {**before.versions}
         sequences = {key: {**of} for key, of in before.sequences.items() if key not in now.heads.versions}
         for key, head in now.heads.versions.items():
-            versions[key] = max(head, before.versions.get(key, 0))
+            if key not in lost:  # else the loss would be forgotten
+                versions[key] = max(head, before.versions.get(key, 0))
         for key, version in now.committed:
             known, found = _sequences(before, key, version), _sequences(now.heads, key, version)
             highest = _verified(manifests, key, version, known, found)
             if highest != NO_SEQUENCES:
                 sequences.setdefault(key, {})[version] = highest
         self._replace(before, Heads(versions, sequences))
-        lowered = self._without_hidden(lowered_heads(before.versions, now.heads.versions))
-        return RolledBack(lowered, find_lost(before, now))
+        return RolledBack(lost, find_lost(before, now))
 
-    def find_rolled_back(self, manifests: ManifestStore, known: Mapping[bytes, int] | None = None) -> dict[bytes, int]:
-        """Return the heads above all existing versions. Raises StoreUnavailable.
+    def find_rolled_back(
+        self, manifests: ManifestStore, known: Collection[tuple[bytes, int]] = frozenset()
+    ) -> dict[bytes, int]:
+        """Return the heads whose version has neither manifest nor mark. Raises StoreUnavailable.
 
-        `known` versions by key, of an index for example, are not looked up. A head must be missing in two listings:
-        between a read and a listing an erasure may have removed both.
+        `known` versions (digest of the key, number), of an index for example, are not looked up. A head must be missing
+        in two listings: between a read and a listing GC or an erasure may have removed both.
         """
-        found = self._find_rolled_back(manifests, known or {})
-        again = self._find_rolled_back(manifests, known or {}) if found else {}
-        return {key: head for key, head in found.items() if key in again}
+        found = self._find_rolled_back(manifests, known)
+        again = self._find_rolled_back(manifests, known) if found else {}
+        return {key: head for key, head in found.items() if again.get(key) == head}
 
-    def _find_rolled_back(self, manifests: ManifestStore, known: Mapping[bytes, int]) -> dict[bytes, int]:
-        found = lowered_heads(self.read().versions, known)
-        if not known or len(found) > FOLDERS_LISTED_MAX:
-            found = lowered_heads(found, list_heads(manifests).heads.versions) if found else {}
+    def _find_rolled_back(self, manifests: ManifestStore, known: Collection[tuple[bytes, int]]) -> dict[bytes, int]:
+        found = {key: head for key, head in self.read().versions.items() if (key, head) not in known}
+        if found and not known:
+            found = lost_heads(found, list_heads(manifests, found))
         else:
-            found = {key: head for key, head in found.items() if not self._exists(key, head)}
+            folders = zip(found.items(), self._files(found), strict=True)
+            found = {key: head for (key, head), files in folders if not _has_version(files, head)}
         return self._without_hidden(found)
 
-    def _exists(self, key: bytes, version: int) -> bool:
-        """Return whether a version of a key, or a later one, has a manifest or a mark."""
-        folder = head_name(key, version).rpartition("/")[0]
-        listed = (key_and_version(name) for name, _ in self._records.objects.names(folder))
-        return any(found is not None and found[1] >= version for found in listed)
+    def find_keys_without_records(self) -> set[bytes]:
+        """Return the digests of keys of which a version lost its last mark or retention record.
+
+        Reads no manifest. A record must be missing in two listings: GC removes it after its manifest. Raises
+        StoreUnavailable.
+        """
+        known = self.read().sequences
+        found = self._without_records(known)
+        return self._without_records({key: known[key] for key in found}) if found else set()
+
+    def _without_records(self, known: Mapping[bytes, Mapping[int, Sequences]]) -> set[bytes]:
+        found = set()
+        for key, files in zip(known, self._files(known), strict=True):
+            for version, sequences in known[key].items():
+                stem = f"{version:016x}"
+                now = Sequences(_highest(files, stem, MARK_SUFFIX), _highest(files, stem, RETENTION_SUFFIX))
+                if f"{stem}.nkm" in files and lost_record(key, version, sequences, now) is not None:
+                    found.add(key)
+        return found
+
+    def _files(self, keys: Iterable[bytes]) -> Iterator[Collection[str]]:
+        """Yield the names of the files in the folder of each key; foreign names are left out."""
+        folders = [head_name(key, 0).rpartition("/")[0] for key in keys]
+        for folder, files in zip(folders, file_sizes(self._records.objects, folders), strict=True):
+            names = files if files is not None else (n for n, _ in self._records.objects.names(folder))
+            found = (name.rpartition("/")[2] for name in names)
+            yield {name for name in found if key_and_version(f"{folder}/{name}") is not None}
+
+    def warn_if_removed(self, tenant: str, key: str, versions: Collection[int]) -> None:
+        """Log that the recorded head of a key is not among its existing `versions`, which a put adds to.
+
+        Raises: StoreUnavailable.
+        """
+        head, digest = self.highest_taken(tenant, key), bytes.fromhex(key_digest(tenant, key))
+        if head and head not in versions and self.read().versions.get(digest) == head:  # not a cached, older head
+            _log.warning(
+                "key %r: version %d, which a GC run has listed as the newest, was removed; what is put now gets a "
+                "higher number. GC frees nothing until the manifest is restored from a copy (`nearkin repair --from`) "
+                "or given up with `nearkin rebuild-index`; `nearkin verify` names it",
+                key, head,
+            )  # fmt: skip
 
     def _without_hidden(self, heads: dict[bytes, int]) -> dict[bytes, int]:
         """Return the heads without those of erased tenants, whose objects are not listed."""
@@ -212,8 +253,9 @@ class VersionHeads:
 
         Raises: StoreUnavailable.
         """
-        before, now = self.read(), list_heads(manifests)
-        if lowered_heads(before.versions, now.heads.versions) or find_lost(before, now):
+        before = self.read()
+        now = list_heads(manifests, before.versions)
+        if lost_heads(before.versions, now) or find_lost(before, now):
             self._replace(before, now.heads)
 
     def forget(self, names: Iterable[str]) -> None:
@@ -247,13 +289,15 @@ class ListedHeads(NamedTuple):
     heads: Heads
     committed: set[tuple[bytes, int]]
     """(digest of the key, version) of each manifest."""
+    existing: set[bytes]
+    """Digests of keys of which the recorded version has a manifest or a mark."""
 
 
 class RolledBack(NamedTuple):
     """Objects that an earlier GC run has recorded and that are no longer listed."""
 
     versions: dict[bytes, int]
-    """Heads above all existing versions of a key, by digest."""
+    """Heads whose version has neither manifest nor mark, by digest of the key."""
     records: dict[tuple[bytes, int], str]
     """Object name of a lost mark or retention record, by digest and version."""
 
@@ -273,16 +317,16 @@ class RolledBack(NamedTuple):
 NO_SEQUENCES = Sequences()
 
 
-def list_heads(manifests: ManifestStore) -> ListedHeads:
+def list_heads(manifests: ManifestStore, recorded: Mapping[bytes, int]) -> ListedHeads:
     """Return the heads of all listed manifests, marks and retention records.
 
-    Invalid names are ignored; `verify` reports them.
+    `recorded` versions by digest of the key are looked for. Invalid names are ignored; `verify` reports them.
 
     Raises: StoreUnavailable.
     """
     versions: dict[bytes, int] = {}
     sequences: dict[bytes, dict[int, Sequences]] = {}
-    committed = set()
+    committed, existing = set(), set()
     listed = manifests.listing()
     for entries in listed:
         for name, _ in entries:
@@ -300,7 +344,9 @@ def list_heads(manifests: ManifestStore) -> ListedHeads:
                     of[version] = Sequences(before.mark, max(number, before.retention))
             if entries is not listed.retentions:
                 versions[key] = max(version, versions.get(key, 0))
-    return ListedHeads(Heads(versions, sequences), committed)
+                if recorded.get(key) == version:
+                    existing.add(key)
+    return ListedHeads(Heads(versions, sequences), committed, existing)
 
 
 def find_lost(before: Heads, now: ListedHeads) -> dict[tuple[bytes, int], str]:
@@ -351,9 +397,20 @@ def _sequences(heads: Heads, key: bytes, version: int) -> Sequences:
     return heads.sequences.get(key, {}).get(version, NO_SEQUENCES)
 
 
-def lowered_heads(before: Mapping[bytes, int], now: Mapping[bytes, int]) -> dict[bytes, int]:
-    """Return the heads of `before` above those of `now`."""
-    return {key: head for key, head in before.items() if head > now.get(key, 0)}
+def lost_heads(recorded: Mapping[bytes, int], now: ListedHeads) -> dict[bytes, int]:
+    """Return the recorded heads whose version has neither manifest nor mark any more."""
+    return {key: head for key, head in recorded.items() if key not in now.existing}
+
+
+def _has_version(files: Collection[str], version: int) -> bool:
+    """Return whether a key's folder has a manifest or a mark of a version."""
+    stem = f"{version:016x}"
+    return any(name.startswith(stem) and not name.endswith(RETENTION_SUFFIX) for name in files)
+
+
+def _highest(files: Collection[str], stem: str, suffix: str) -> int:
+    """Return the highest sequence of a version's marks, or of its retention records, 0 for none."""
+    return max((int(name[17:21], 16) for name in files if name.startswith(stem) and name.endswith(suffix)), default=0)
 
 
 def head_name(digest: bytes, version: int) -> str:

@@ -209,7 +209,7 @@ class GcWorker:
             sign_old_marks(self._objects, self._index, self._lease.check)
         erasures = sweep_erased(self._objects, index, self._lease.check)
         freed_bytes = erasures.freed_bytes
-        check_none_rolled_back(self._objects)
+        check_none_rolled_back(self._objects, record=True)
         report = gc_run.run(index)
         forgotten = 0
         if self._ports.apply_policies is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from nearkin_shared.errors import Corrupt, NoRoom, StoreUnavailable
 from nearkin_shared.objectstore.base import ObjectStore
@@ -19,14 +20,20 @@ NAMED_MAX = 20
 _log = logging.getLogger("nearkin")
 
 
-def check_none_rolled_back(objects: ObjectStore) -> None:
-    """Raise Corrupt while a key has a head above its versions.
+def check_none_rolled_back(objects: ObjectStore, *, record: bool) -> None:
+    """Raise Corrupt while the recorded head of a key has neither manifest nor mark.
 
-    The stored chunks may be all that is left of the lost versions.
+    The stored chunks may be all that is left of the lost versions. `record`: higher heads are recorded, so that the run
+    may remove the last tombstones of those that they replace; without room it leaves these to the next run.
 
     Raises: Corrupt, StoreUnavailable.
     """
-    removed = VersionHeads(objects).find_rolled_back(ManifestStore(objects))
+    heads, manifests = VersionHeads(objects), ManifestStore(objects)
+    is_suspect = True
+    if record:
+        with suppress(NoRoom):
+            is_suspect = bool(heads.update(manifests).versions)
+    removed = heads.find_rolled_back(manifests) if is_suspect else {}
     if not removed:
         return
     _report([head_name(digest, version) for digest, version in removed.items()])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.head_record import Heads, Sequences
 from nearkin_shared.formats.tombstone import Mark, MarkKind
-from nearkin_shared.storage.heads import lost_record
+from nearkin_shared.storage.heads import head_name, lost_record
 from nearkin_shared.storage.manifests import ManifestStore, key_and_version, marked_version, retained_manifest
 from nearkin_shared.storage.retention_records import record_sequence
 from nearkin_shared.utils.frozen import frozen
@@ -47,7 +47,10 @@ class Roots:
     ended: tuple[RootVersion, ...]
     """Expired versions: their remaining objects are deleted."""
     highest: frozenset[str]
-    """Manifest name of each key's highest version: its last tombstone stays, so that no number is reused."""
+    """Manifest names of each key's highest version and of its recorded head.
+
+    Their last tombstones stay: no number is reused, and a head without any object is a loss.
+    """
     refused: tuple[str, ...] = ()
     """Names of damaged or unauthenticated tombstones; their versions are in `kept`."""
 
@@ -76,6 +79,7 @@ def find_roots(
         manifest_name = retained_manifest(name)
         versions.setdefault(manifest_name, RootVersion(manifest_name)).retentions.append(name)
     highest = {name.rpartition("/")[0]: name for name in sorted(versions)}
+    last_objects = {*highest.values(), *(head_name(*head) for head in heads.versions.items())} & versions.keys()
     kept, undeletable, ended = [], set(), []
     refused: list[str] = []
     for name, version in versions.items():
@@ -91,7 +95,7 @@ def find_roots(
             kept.append(version)
             if version.marks and version.marks[-1][0] % 2:
                 undeletable.add(name)
-    return Roots(tuple(kept), frozenset(undeletable), tuple(ended), frozenset(highest.values()), tuple(refused))
+    return Roots(tuple(kept), frozenset(undeletable), tuple(ended), frozenset(last_objects), tuple(refused))
 
 
 def _has_lost_record(version: RootVersion, heads: Heads) -> bool:

@@ -2,7 +2,7 @@
 
     retained: the version is kept, whatever its tombstones record
     tombstone "collected" -> index -> manifest -> retention records, lower tombstones, ascending
-    the highest version of a key keeps its last tombstone
+    the highest version of a key, and its recorded head, keep their last tombstones
 
 Invariant (I6): a version is deleted only after a tombstone that no undelete can precede; its number is never reused.
 All in one exclusive section: an index that was rebuilt in between would count tombstones that are deleted right after.
@@ -116,7 +116,7 @@ class VersionExpiry:
     def _remaining_mark_bytes(self, version: RootVersion, roots: Roots) -> int:
         """Return the bytes of the tombstone that stays, or 0.
 
-        It is the last tombstone of the key's highest version.
+        It is the last tombstone of the key's highest version or of its recorded head.
         """
         assert version.ended is not None
         if version.manifest not in roots.highest:

@@ -34,7 +34,7 @@ from nearkin_shared.storage.clock_records import ClockRecords
 from nearkin_shared.storage.container_graph import topological_order
 from nearkin_shared.storage.containers import ContainerStore, id_of, object_name
 from nearkin_shared.storage.gc_pause import GcPauseFlag
-from nearkin_shared.storage.heads import VersionHeads, find_lost, head_name, list_heads, lowered_heads
+from nearkin_shared.storage.heads import VersionHeads, find_lost, head_name, list_heads
 from nearkin_shared.storage.manifests import ManifestStore, marked_version, retained_manifest
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.storage.quarantine import Quarantine
@@ -414,7 +414,8 @@ class Verifier:
         folders = {
             name.rpartition("/")[0]: known for name, known in {**self._known_versions, **self._versions_read}.items()
         }
-        before, now = heads.read(), list_heads(self._manifests)
+        before = heads.read()
+        now = list_heads(self._manifests, before.versions)
         for (digest, version), name in find_lost(before, now).items():
             manifest = head_name(digest, version)
             known_version = self._versions_read.get(manifest) or self._known_versions.get(manifest)
@@ -423,7 +424,7 @@ class Verifier:
                 f"{name}: removed, a GC run has listed it: its version may have been deleted, undeleted or retained",
                 *([] if known_version is None else [known_version]),
             )
-        for digest, version in lowered_heads(before.versions, now.heads.versions).items():
+        for digest, version in heads.find_rolled_back(self._manifests).items():
             name = head_name(digest, version)
             version_name = folders.get(name.rpartition("/")[0])
             if (
