@@ -302,6 +302,25 @@ def test_two_uploads_of_one_key_are_two_versions(log: Log) -> None:
     assert log.manifests.versions("t", "k1") == [1, 2]
 
 
+@pytest.mark.parametrize("hours", [2, 23])
+def test_upload_repeated_hours_later_is_one_version(log: Log, hours: int) -> None:
+    """F.16: An `Idempotency-Key` holds for its day: the committer searches back to the first attempt, not 5 minutes."""
+    origin, later_us = b"o" * 16, hours * 3600 * 1_000_000
+    one, lengths = log.stored.take(slice(1)), np.full(1, SEGMENT_BYTES, np.uint32)
+
+    def repeat(number: int, began_us: int) -> None:
+        log.begin()
+        log._add(number, Placed(replace(envelope(number, 0), key="k"), one, np.zeros(1, np.bool_), lengths, Ledger()))
+        first_us = began_us - 24 * 3600 * 1_000_000
+        whole = End(replace(envelope(number, 1), key="k"), began_us, origin, SEGMENT_BYTES, bytes(32), None, 1)
+        log._add(number, replace(whole, first_attempt_us=first_us))
+        assert log.read(len(log.records) - 2) == {"k": "committed"}
+
+    repeat(1, BEGAN_US)
+    repeat(2, BEGAN_US + later_us)
+    assert log.manifests.versions("t", "k") == [1]
+
+
 # --- too much gathers ------------------------------------------------------------------------------------------------
 
 

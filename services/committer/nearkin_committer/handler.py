@@ -42,6 +42,7 @@ from nearkin_shared.preconditions import PRECONDITION
 from nearkin_shared.results import LEDGER_FIELDS, Ledger
 from nearkin_shared.results_json import info_json, ledger_json
 from nearkin_shared.retention import retain_until_us
+from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import History, ManifestStore
 from nearkin_shared.types import U32, Bools, Locations
@@ -66,6 +67,8 @@ LOOKS = 10
 CLOCK_SKEW_US = CLOCK_SKEW_SECONDS_MAX * 1_000_000
 """A version older than its blob's start by more than this has another origin."""
 
+EARLIER_VERSIONS_MAX = 1000
+"""Versions of a key that the search for an earlier attempt reads at most: about 20 s on S3, once per process."""
 
 _Name = tuple[int, bytes, str, str]
 """Partition, blob id, tenant, key: the same blob id from another tenant or partition is another blob (I9)."""
@@ -418,7 +421,17 @@ class CommitterHandler:
         raise RetryableError(f"key {key!r}: {VERSION_RACES_MAX} other puts took the next version first")
 
     def _earlier(self, end: End, versions: list[int]) -> tuple[Manifest, int] | None:
-        """Return the version with this origin, searching back to those older than the blob."""
+        """Return the version with this origin, searching back to those older than its first attempt.
+
+        An upload with an `Idempotency-Key`, or a resumable one, may have been committed hours ago: manifests are read
+        once per process then, the newest EARLIER_VERSIONS_MAX of the key at most.
+        """
+        if end.first_attempt_us is not None:
+            origin = BlobOrigin(end.origin, min(end.first_attempt_us, end.began_us))
+            manifest = self._manifests.origins.find(
+                end.envelope.tenant, end.envelope.key, versions, origin, EARLIER_VERSIONS_MAX
+            )
+            return None if manifest is None else (manifest, self._manifests.size_bytes(manifest))
         for version in reversed(versions):
             try:
                 found = self._manifests.get(end.envelope.tenant, end.envelope.key, version)

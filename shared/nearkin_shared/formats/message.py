@@ -141,6 +141,8 @@ class End:
     metadata: Mapping[str, str] = field(default_factory=dict)
     precondition: Precondition | None = None
     """Checked by the committer at the commit."""
+    first_attempt_us: int | None = None
+    """Earliest time of another attempt with this origin; None: none was made before `began_us`."""
 
 
 Message = Frame | Segments | Fresh | Paired | Placed | End
@@ -358,6 +360,8 @@ def _end_text(end: End) -> bytes:
     }
     if end.precondition is not None:
         fields |= {"if_match": end.precondition.if_match, "if_none_match": end.precondition.if_none_match}
+    if end.first_attempt_us is not None:
+        fields["first_attempt_us"] = end.first_attempt_us
     return json.dumps(fields, ensure_ascii=False).encode()
 
 
@@ -367,7 +371,7 @@ def _end(envelope: Envelope, payload: U8) -> End:
         raise TypeError("an end that is not a JSON object")
     if not isinstance(found["metadata"], dict):
         raise TypeError("metadata that is not a JSON object")
-    sha256 = found["sha256"]
+    sha256, first_us = found["sha256"], found.get("first_attempt_us")
     end = End(
         envelope=envelope,
         began_us=_check_bound(found["began_us"], "began_us", CREATED_US_MAX),
@@ -379,6 +383,7 @@ def _end(envelope: Envelope, payload: U8) -> End:
         failure=None if found["failure"] is None else _sanitize_reason(found["failure"]),
         metadata=found["metadata"],
         precondition=_precondition(found),
+        first_attempt_us=None if first_us is None else _check_bound(first_us, "first_attempt_us", CREATED_US_MAX),
     )
     encode_metadata(end.metadata)
     whole = end.failure is None

@@ -233,14 +233,15 @@ def end_schema() -> Json:
         },
         "metadata": {"type": "object", "additionalProperties": _TEXT},
     }
-    assert set(properties) == {field.name for field in fields(End)} - {"envelope", "precondition"}
+    assert set(properties) == {field.name for field in fields(End)} - {"envelope", "precondition", "first_attempt_us"}
     tags: Json = {"type": ["array", "null"], "items": _TEXT, "maxItems": DIGESTS_MAX}
     conditions: Json = {
         "if_match": tags | {"description": "Only over a newest version with one of these digests; `*`: any."},
         "if_none_match": tags | {"description": "Only where the newest version has none of these digests."},
     }
+    first: Json = {"description": "Earliest time of another attempt with this origin; absent: none was before."}
     found = _object(properties)
-    return {**found, "properties": {**properties, **conditions}}
+    return {**found, "properties": {**properties, **conditions, "first_attempt_us": _COUNT | first}}
 
 
 def _headers(kind: str, more: Json | None = None) -> Json:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from blake3 import blake3
@@ -69,35 +69,49 @@ class CommittedOrigins:
         """Begin without a held lock in a process that was forked."""
         self._lock = threading.Lock()
 
-    def find(self, tenant: str, key: str, versions: Collection[int], origin: BlobOrigin) -> Manifest | None:
+    def find(
+        self,
+        tenant: str,
+        key: str,
+        versions: Collection[int],
+        origin: BlobOrigin,
+        versions_max: int | None = None,
+    ) -> Manifest | None:
         """Return the committed version with this origin, deleted or not; None if there is none.
 
-        `versions`: numbers of the key's manifests, as just listed. Raises StoreUnavailable.
+        `versions`: numbers of the key's manifests, as just listed. The newest `versions_max` of these are read at
+        most, VERSIONS_MAX by default. Raises StoreUnavailable.
         """
         if origin.first_attempt_us is None or not versions:
             return None
         from_us = origin.first_attempt_us - CLOCK_SKEW_SECONDS_MAX * 1_000_000
         with self._lock:
-            version = self._origins_of(tenant, key, versions, from_us).get(origin.id)
+            found = self._origins_of(tenant, key, versions, from_us, versions_max or VERSIONS_MAX)
+            version = found.get(origin.id)
         return None if version is None else self._read_or_none(tenant, key, version)
 
-    def _origins_of(self, tenant: str, key: str, versions: Collection[int], from_us: int) -> dict[bytes, int]:
+    def _origins_of(
+        self, tenant: str, key: str, versions: Collection[int], from_us: int, versions_max: int
+    ) -> dict[bytes, int]:
         """Return the origins of a key's versions that were created since `from_us`, or some more."""
         found = self._keys.pop((tenant, key), None)
         if found is not None:
             self._count -= len(found.versions)
         if found is None or from_us < found.from_us:
             found = _KeyOrigins(from_us)
-        self._read_newer(tenant, key, versions, found)
+        self._read_newer(tenant, key, sorted(versions, reverse=True)[:versions_max], found)
         self._keys[tenant, key] = found
         self._count += len(found.versions)
         while self._count > ORIGINS_MAX and len(self._keys) > 1:
             self._count -= len(self._keys.popitem(last=False)[1].versions)
         return found.versions
 
-    def _read_newer(self, tenant: str, key: str, versions: Collection[int], found: _KeyOrigins) -> None:
+    def _read_newer(self, tenant: str, key: str, versions: Sequence[int], found: _KeyOrigins) -> None:
+        """Read the manifests of `versions`, newest first, that were not read before."""
         older = 0
-        for version in sorted((number for number in versions if number > found.newest), reverse=True)[:VERSIONS_MAX]:
+        for version in versions:
+            if version <= found.newest:
+                break
             manifest = self._read_or_none(tenant, key, version)
             if manifest is None:
                 continue

@@ -70,6 +70,15 @@ def test_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (find(origins, 9, 9), versions.reads) == (9, [9, 8, 7, 9])  # origins of the first key were evicted
 
 
+def test_search_of_a_caller_may_be_bounded_further() -> None:
+    """F.16: a caller that reads from a far store bounds the versions that its searches read."""
+    versions = Versions()
+    origins = CommittedOrigins(versions.read)
+    for newest in (9, 10):
+        assert origins.find("t", "k", range(1, newest + 1), BlobOrigin(origin_of(3), 0), 2) is None
+    assert versions.reads == [9, 8, 10]
+
+
 def test_single_attempts_and_collected_versions_are_not_found() -> None:
     """F.16: an origin of one attempt reads nothing.
 

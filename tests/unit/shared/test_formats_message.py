@@ -98,9 +98,10 @@ def test_placed_segments_and_their_savings_round_trip() -> None:
     np.testing.assert_array_equal(found.lengths, sent.lengths)
 
 
+@pytest.mark.parametrize("first_us", [None, 0, 100])
 @pytest.mark.parametrize("failure", [None, "the upload was cut"])
-def test_end_round_trips(failure: str | None) -> None:
-    sent = End(BLOB, 123, b"o" * 16, 10**12, b"b" * 32, b"c" * 32, 17, failure, {"a": "ü"})
+def test_end_round_trips(failure: str | None, first_us: int | None) -> None:
+    sent = End(BLOB, 123, b"o" * 16, 10**12, b"b" * 32, b"c" * 32, 17, failure, {"a": "ü"}, None, first_us)
     assert decode(encode(sent), "test") == sent
 
 

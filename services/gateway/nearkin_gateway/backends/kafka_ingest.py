@@ -220,6 +220,7 @@ class KafkaUpload:
             sha256=ending.sha256,
             metadata=self._intent.metadata,
             precondition=self._intent.precondition,
+            first_attempt_us=self._intent.first_attempt_us,
         )
         await self._send(encode(end), MESSAGE_ROOM_BYTES, "end")
         await self._tracker.wait_for_acks()
