@@ -154,6 +154,20 @@ class VersionHeads:
                 break
         return found
 
+    def raise_recorded(self, manifests: ManifestStore) -> dict[bytes, int]:
+        """Raise the heads of recorded keys to their highest versions; return lost heads, which stay.
+
+        Nothing else is recorded: a run that fails later has not accepted new keys or marks. Raises: as `update` does.
+        """
+        before = self.read()
+        now = list_heads(manifests, before.versions)
+        lost = self._without_hidden(lost_heads(before.versions, now))
+        highest = now.heads.versions
+        versions = {k: head if k in lost else max(head, highest.get(k, 0)) for k, head in before.versions.items()}
+        if versions != before.versions:
+            self._replace(before, Heads(versions, before.sequences))
+        return lost
+
     def update(self, manifests: ManifestStore) -> RolledBack:
         """Record the current heads; return the missing objects that an earlier run recorded.
 

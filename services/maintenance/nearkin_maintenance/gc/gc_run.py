@@ -158,7 +158,7 @@ class GcRun:
         window had ended.
         """
         with _translate_erasure(), overlaid(self._objects) as overlay:
-            VersionHeads(overlay).update(ManifestStore(overlay))  # as a run does before it expires versions
+            VersionHeads(overlay).raise_recorded(ManifestStore(overlay))  # as a run does before it expires versions
             metered, objects = meter_writes(overlay)
             containers = self._containers.with_own_caches(objects, BLOCKS_BYTES)
             store = self._open(objects, containers, metered, _UNBOUNDED)

@@ -32,7 +32,7 @@ def check_none_rolled_back(objects: ObjectStore, *, record: bool) -> None:
     is_suspect = True
     if record:
         with suppress(NoRoom):
-            is_suspect = bool(heads.update(manifests).versions)
+            is_suspect = bool(heads.raise_recorded(manifests))
     removed = heads.find_rolled_back(manifests) if is_suspect else {}
     if not removed:
         return
