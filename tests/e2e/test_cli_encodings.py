@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -55,3 +56,52 @@ def test_keys_in_latin1_locale_are_the_same(root: Path, tmp_path: Path) -> None:
     (tmp_path / "tree" / NAME).write_bytes(b"y")
     assert run("--store", os.fsencode(copy), "put", NAME, tmp_path / "tree" / NAME, env=env).returncode == 0
     assert run("--store", copy, "get", NAME).stdout == b"y"
+
+
+BYTES = b"bad\xe9"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["put", BYTES, "/etc/hostname"],
+        ["get", BYTES],
+        ["rm", BYTES],
+        ["ls", BYTES],
+        ["put", "k", BYTES],
+        ["put", "k", "/etc/hostname", "--meta", b"a=" + BYTES],
+        ["rm", "first", "--reason", BYTES],
+        ["config", BYTES],
+        ["repair", "--from", BYTES],
+    ],
+    ids=lambda words: " ".join(map(str, words[:2])),
+)
+def test_bytes_that_are_not_utf8_are_shown_as_bytes(root: Path, words: list[str | bytes]) -> None:
+    """F.7: A key of other bytes is refused, as over HTTP; each error shows the byte, in text and in JSON."""
+    for as_json in ([], ["--json"]):
+        done = run("--store", root, *as_json, *words)
+        assert done.returncode in (1, 2), done.stderr
+        assert b"udce9" not in done.stderr
+        message = json.loads(done.stderr)["error"]["message"] if as_json else done.stderr.decode()
+        assert "bad\\xe9" in message
+        if words[:1] in (["get"], ["ls"]):
+            assert "`iconv -f latin1 -t utf8`" in message
+
+
+def test_json_of_paths_that_are_not_utf8_is_readable(root: Path, tmp_path: Path) -> None:
+    """F.7: A path of other bytes is shown as in errors; no lone surrogate, which most readers of JSON refuse."""
+    folder = tmp_path / os.fsdecode(BYTES)
+    shutil.copytree(root, folder)
+    done = run("--store", folder, "--json", "config", "store")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["store"]["value"] == f"{tmp_path}/bad\\xe9"
+
+
+def test_characters_beyond_the_basic_plane_stay(root: Path) -> None:
+    """F.7: Half of a character beyond U+FFFF is no byte: keys with one are printed as they are."""
+    key = "dizzy \N{DIZZY SYMBOL} \\udce9"
+    with create_store(root.parent / "dizzy") as store:
+        store.put(key, b"x")
+    done = run("--store", root.parent / "dizzy", "--json", "ls")
+    assert [info["key"] for info in json.loads(done.stdout)] == [key]
+    assert "dizzy \N{DIZZY SYMBOL}" in run("--store", root.parent / "dizzy", "get", f"{key} none").stderr.decode()

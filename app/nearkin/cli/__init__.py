@@ -151,6 +151,10 @@ def _with_remedy(err: NearkinError | OSError) -> str:
 
 def _fail(kind: str, message: str, code: int, as_json: bool) -> int:
     line = " ".join(message.split("\n"))
+    if "udc" in line or not line.isprintable():
+        from nearkin_shared.utils.terminal import with_bytes_shown
+
+        line = with_bytes_shown(line)
     if as_json:
         import json
 

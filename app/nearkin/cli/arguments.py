@@ -151,7 +151,10 @@ def check_key(key: str, what: str = "key") -> str:
 def check_prefix(prefix: str, what: str = "prefix", bytes_max: int | None = None) -> str:
     """Return `prefix` if it is UTF-8. Raises BadInput."""
     if not _is_utf8(prefix):
-        raise BadInput(f"{what} {prefix!r}: not valid UTF-8")
+        raise BadInput(
+            f"{what} {prefix!r}: not valid UTF-8, as every key must be: convert the name, for example with "
+            "`iconv -f latin1 -t utf8`"
+        )
     if bytes_max is not None and len(prefix.encode()) > bytes_max:
         raise BadInput(f"{what} {prefix[:40]!r}...: {len(prefix.encode())} bytes, at most {bytes_max}")
     return prefix

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from nearkin.cli.session import is_quiet
 from nearkin_shared.results_json import info_json, kinds
 from nearkin_shared.savings_table import human_bytes, ledger_table, plural
-from nearkin_shared.utils.terminal import printable
+from nearkin_shared.utils.terminal import json_with_bytes_shown, printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,7 +94,7 @@ def to_stderr(line: str) -> None:
 
 def print_json(value: object) -> None:
     """Print one JSON value; ASCII only, so that no terminal or locale changes it."""
-    print(json.dumps(value, indent=2))
+    print(json_with_bytes_shown(json.dumps(value, indent=2)))
 
 
 def console() -> Console:
