@@ -495,7 +495,7 @@ class Store(MaintainedStore):
         return report
 
     def _check_deleted(self, key: str, version: int | None) -> None:
-        """Raise NotFound, with the reason, if no version of the key, or not this one, can be purged."""
+        """Raise NotFound, with the reason, if no such version of the key can be purged."""
         if any(one.key == key and version in (None, one.version) for one in self.list_deleted(key)):
             return
         histories = self._manifests.histories(self.settings.tenant, key)

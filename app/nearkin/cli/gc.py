@@ -87,9 +87,9 @@ def _has_ended(state: Mapping[str, Any]) -> object:
 
 
 def warn_if_rolled_back(store: Store | RemoteStore) -> None:
-    """Report on stderr that keys of a local store have lost their newest version, a tombstone or a retention record.
+    """Report on stderr that keys of a local store have lost objects.
 
-    A listing does not show this. No manifest is read.
+    These are newest versions, tombstones and retention records; a listing does not show it. No manifest is read.
     """
     from nearkin.cli.output import warn
     from nearkin.store import Store
@@ -192,8 +192,8 @@ def _reasons_for_nothing(report: Mapping[str, Any]) -> Iterator[str]:
         )
     if recent:
         yield (
-            f"kept         {plural(recent, 'container')} younger than two graces (gc.grace_seconds): services may "
-            "still commit versions that use them"
+            f"kept         {plural(recent, 'container')} created less than two graces ago (gc.grace_seconds): "
+            "services may still commit versions that use them"
         )
     if undeletable == 0 and not recent and not report["pending_delete_containers"]:
         yield "nothing to free: no version is deleted, and no data are pending delete"

@@ -127,9 +127,10 @@ class IndexLocation:
     # --- the folder --------------------------------------------------------------------------------------------------
 
     def check_owner(self) -> None:
-        """Refuse an external folder that another user made, may write, or may replace. Raises NotWritable.
+        """Refuse an external folder that another user made, may write, or may replace.
 
-        Index entries are trusted: a forged index would let a put refer to chunks that are not stored.
+        Raises: NotWritable. Index entries are trusted: a forged index would let a put refer to chunks that are not
+        stored.
         """
         if not self.is_external:
             return
@@ -146,7 +147,10 @@ class IndexLocation:
             )
 
     def _check_base(self) -> None:
-        """Refuse an `index.path` in which another user may rename the index folder. Raises NotWritable."""
+        """Refuse an `index.path` in which another user may rename the index folder.
+
+        Raises: NotWritable.
+        """
         try:
             found = [os.stat(self._base)]
             if self._base.is_symlink():

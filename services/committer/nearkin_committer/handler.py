@@ -421,7 +421,7 @@ class CommitterHandler:
         raise RetryableError(f"key {key!r}: {VERSION_RACES_MAX} other puts took the next version first")
 
     def _earlier(self, end: End, versions: list[int]) -> tuple[Manifest, int] | None:
-        """Return the version with this origin, searching back to those older than its first attempt.
+        """Return the version with this origin; search back to the first attempt.
 
         An upload with an `Idempotency-Key`, or a resumable one, may have been committed hours ago: manifests are read
         once per process then, the newest EARLIER_VERSIONS_MAX of the key at most.

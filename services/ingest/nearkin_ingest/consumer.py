@@ -309,7 +309,10 @@ class IngestConsumer:
         )
 
     def _is_new(self, message: KafkaMessage, place: _Place) -> bool:
-        """Return whether a record is to be handled now; a partition whose log was truncated is read again."""
+        """Return whether to handle a record now.
+
+        A partition whose log was truncated is read again.
+        """
         if place in self._truncated:
             return False
         reading = self._handled.judge(message)

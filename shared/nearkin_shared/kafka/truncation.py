@@ -4,7 +4,7 @@ Causes are an unclean leader election, or a disk that lost writes.
 
     commit  the offset, and the leader epoch of the last record that was read
     resume  one record earlier: if it has a later epoch, the log was truncated and written again
-    again   records below the offset, of no later epoch, were handled: `HandledRecords` tells them from rewritten ones
+    again   records below the offset, of no later epoch, were handled: `HandledRecords` skips them
 
 Invariant: a consumer that resumes at an offset skips no record that was written after a truncation below it. The client
 checks this itself (KIP-320), but only if the leader changes while it reads, not when it resumes.
@@ -65,9 +65,10 @@ class LeaderEpochs:
 
 
 class HandledRecords:
-    """What a consumer that handles records in order has handled of each partition. Not shared between threads.
+    """The records of each partition that a consumer has handled, in order.
 
-    The commit's metadata name the topic's id: epochs of another topic of the same name mean nothing.
+    Not shared between threads. The commit's metadata name the topic's id: epochs of another topic of the same name
+    mean nothing.
 
     Invariant: a leader that truncates a log begins a later epoch, so a record below the handled offset, of no later
     epoch, is a handled one.

@@ -155,9 +155,10 @@ class VersionHeads:
         return found
 
     def raise_recorded(self, manifests: ManifestStore) -> dict[bytes, int]:
-        """Raise the heads of recorded keys to their highest versions; return lost heads, which stay.
+        """Raise the heads of recorded keys to their highest versions; return lost heads.
 
-        Nothing else is recorded: a run that fails later has not accepted new keys or marks. Raises: as `update` does.
+        These stay. Nothing else is recorded: a run that fails later has not accepted new keys or marks. Raises: as
+        `update` does.
         """
         before = self.read()
         now = list_heads(manifests, before.versions)
@@ -241,14 +242,14 @@ class VersionHeads:
             yield {name for name in found if key_and_version(f"{folder}/{name}") is not None}
 
     def warn_if_removed(self, tenant: str, key: str, versions: Collection[int]) -> None:
-        """Log that the recorded head of a key is not among its existing `versions`, which a put adds to.
+        """Warn that the recorded head of a key was removed, before a put.
 
-        Raises: StoreUnavailable.
+        `versions`: the key's existing ones, as just listed. Raises: StoreUnavailable.
         """
         head, digest = self.highest_taken(tenant, key), bytes.fromhex(key_digest(tenant, key))
         if head and head not in versions and self.read().versions.get(digest) == head:  # not a cached, older head
             _log.warning(
-                "key %r: version %d, which a GC run has listed as the newest, was removed; what is put now gets a "
+                "key %r: version %d, which a GC run has listed as the newest, was removed; versions put now get a "
                 "higher number. GC frees nothing until the manifest is restored from a copy (`nearkin repair --from`) "
                 "or given up with `nearkin rebuild-index`; `nearkin verify` names it",
                 key, head,
@@ -423,7 +424,7 @@ def _has_version(files: Collection[str], version: int) -> bool:
 
 
 def _highest(files: Collection[str], stem: str, suffix: str) -> int:
-    """Return the highest sequence of a version's marks, or of its retention records, 0 for none."""
+    """Return the highest sequence of a version's marks or retention records, 0 for none."""
     return max((int(name[17:21], 16) for name in files if name.startswith(stem) and name.endswith(suffix)), default=0)
 
 

@@ -28,11 +28,14 @@ def _escape(character: str) -> str:
 
 
 def with_bytes_shown(text: str) -> str:
-    r"""Return text with bytes that are not UTF-8 as `\xe9`, also where `repr` wrote them as `\udce9`."""
+    r"""Return text with bytes that are not UTF-8 as `\xe9`, not as the `\udce9` of `repr`."""
     escaped = "".join(_escape(c) if "\udc80" <= c <= "\udcff" else c for c in text) if not text.isascii() else text
     return _BYTE.sub(r"\1\\x\2", escaped) if "\\udc" in escaped else escaped
 
 
 def json_with_bytes_shown(text: str) -> str:
-    r"""Return ASCII JSON with bytes that are not UTF-8 as the text `\xe9`: most readers refuse a lone surrogate."""
+    r"""Return ASCII JSON with bytes that are not UTF-8 as the text `\xe9`.
+
+    Most readers refuse a lone surrogate.
+    """
     return _BYTE.sub(r"\1\\\\x\2", text) if "\\udc" in text else text

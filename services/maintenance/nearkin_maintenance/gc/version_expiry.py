@@ -41,7 +41,7 @@ class ExpiredVersions:
     versions: int
 
     def count_undeletable(self, roots: Roots) -> int:
-        """Return how many of the kept versions are deleted: within their undelete window, or retained."""
+        """Count the deleted versions that are kept: in their undelete window, or retained."""
         return len(roots.undeletable) + len(self.kept) - len(roots.kept)
 
 

@@ -102,7 +102,10 @@ class Verifier:
         quarantine: Quarantine | None = None,
         objects: ParityObjectStore | None = None,
     ) -> None:
-        """Prepare a verification; objects of tenants that a forged erasure record hides are verified too."""
+        """Prepare a verification.
+
+        Objects of tenants that a forged erasure record hides are verified too.
+        """
         readable = objects if objects is None else open_blocked(objects)
         if readable is not None and readable is not objects:
             objects, manifests = readable, ManifestStore(readable)
