@@ -53,7 +53,7 @@ fuzz: setup ## 200,000 changed inputs for each parser; prints the seed, keeps wh
 asan: setup ## the kernels' tests and 10 million inputs of the VCDIFF decoder under Address- and UBSanitizer
 	@bash tools/asan $(VENV) 10000000
 
-check: setup ## ruff, ruff format, mypy strict, import-linter, structure, vocabulary, spelling, documentation site, collection of all tests
+check: setup ## ruff, ruff format, mypy strict, import-linter, structure, vocabulary, spelling, workflows, documentation site, collection of all tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -61,6 +61,7 @@ check: setup ## ruff, ruff format, mypy strict, import-linter, structure, vocabu
 	@$(BIN)/python tools/check_structure.py
 	@$(BIN)/python tools/check_vocabulary.py
 	@$(BIN)/codespell
+	@$(BIN)/zizmor --quiet --offline --no-progress .github
 	@$(BIN)/python -m pytest --collect-only --quiet >/dev/null
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
