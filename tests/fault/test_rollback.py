@@ -261,9 +261,9 @@ def test_put_after_a_lost_version_does_not_hide_the_loss(
 ) -> None:
     """F.25: A put on a rolled-back key warns; verify names the loss and gc frees nothing until it is settled."""
     lost = (root / object_name("default", "db", 2)).read_bytes()
-    name = without_newest(root)
+    name = remove_newest(root)
     shutil.rmtree(root / "index")
-    with opened(root) as store:
+    with open_root(root) as store:
         for version in (3, 4):
             caplog.clear()
             assert store.put("db", b"after the loss" * version).info.version == version
@@ -271,7 +271,7 @@ def test_put_after_a_lost_version_does_not_hide_the_loss(
         assert store.put("other", b"content").info.version == 1
         assert store.get("db").read() == b"after the loss" * 4
     shutil.rmtree(root / "index")
-    with opened(root) as store:
+    with open_root(root) as store:
         for _ in range(2):
             with pytest.raises(Corrupt, match=f"{name}: removed.*nothing is freed"):
                 store.gc()
@@ -296,7 +296,7 @@ def test_head_keeps_its_last_tombstone_until_a_higher_one(
 ) -> None:
     """F.25: A replaced head is no loss, whether the run that expires it could record the higher one or not."""
     last = root / mark_name("default", "db", 2, 2)
-    with opened(root) as store:
+    with open_root(root) as store:
         store.delete("db", 2)
         store.put("db", b"version three")
         with monkeypatch.context() as full:
@@ -321,14 +321,14 @@ def test_ls_warns_of_lost_tombstones_once(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F.25: `ls` names the loss of a tombstone on stderr, as verify does, and reads no manifest for it."""
-    with opened(root) as store:
+    with open_root(root) as store:
         store._deletions.delete("default", "db", 2, undelete_seconds=3600)
         store.put("other", b"content")
         store.gc()
         warn_if_rolled_back(store)
         assert capsys.readouterr().err == ""
     (root / mark_name("default", "db", 2, 1)).unlink()
-    with opened(root) as store:
+    with open_root(root) as store:
         monkeypatch.setattr(ManifestStore, "get", None)
         monkeypatch.setattr(ManifestStore, "read", None)
         warn_if_rolled_back(store)
