@@ -39,8 +39,8 @@ def shown_commands(page: str) -> Iterator[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with the files and programs that the pages mention."""
-    for name in ("db.dump", "photos/one.jpg"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("db.dump", "home/kim/one.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(noise(50_000, name).tobytes())
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "pg_dump"
@@ -52,7 +52,9 @@ def folder(tmp_path: Path) -> Path:
 def run_all(folder: Path, commands: list[str]) -> None:
     """Run commands in one shell; each must succeed."""
     confirmed = [f"{line} --yes" if line.endswith(" --now") else line for line in commands]
-    lines = [line.replace("/var/backups/", "") for line in confirmed if not line.startswith(ENDLESS)]
+    lines = [line for line in confirmed if not line.startswith(ENDLESS)]
+    for shown, ours in {"/var/backups/": "", " /home/": " home/", " /tmp/": " restored-"}.items():
+        lines = [line.replace(shown, ours) for line in lines]
     path = os.pathsep.join((str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", "\n".join(lines)],
