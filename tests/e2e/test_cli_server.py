@@ -108,11 +108,23 @@ def test_put_and_get(gateway: ScriptedGateway, tmp_path: Path) -> None:
     assert run_on_server(gateway, "get", "file", "--version", "1", "--range", "5-9").stdout == FIRST[5:10]
 
 
-def test_backup_through_a_server_names_a_remedy(gateway: ScriptedGateway, tmp_path: Path) -> None:
-    done = run_on_server(gateway, "backup", "home", tmp_path)
-    assert done.returncode == 2
-    assert b"backup: not available through http" in done.stderr
-    assert b"--store FOLDER" in done.stderr
+def test_tree_commands_through_a_server(gateway: ScriptedGateway, tmp_path: Path) -> None:
+    """Every command of trees works on a store behind a server."""
+    home = tmp_path / "home"
+    (home / "etc").mkdir(parents=True)
+    (home / "etc" / "fstab").write_bytes(FIRST)
+    first = answer(gateway, "backup", "trees/home", home)
+    (home / "etc" / "new").write_bytes(b"new")
+    assert answer(gateway, "backup", "trees/home", home, "--dry-run")["new_files"] == 1
+    second = answer(gateway, "backup", "trees/home", home)
+    before, after = (f"trees/home@{one['version']}" for one in (first, second))
+    assert [one["path"] for one in answer(gateway, "ls", "-R", f"{after}:/")] == ["/etc", "/etc/fstab", "/etc/new"]
+    assert [one["version"] for one in answer(gateway, "find", "new")] == [second["version"]]
+    assert answer(gateway, "diff", before, after)["counts"]["added"] == 1
+    assert run_on_server(gateway, "dump", f"{before}:/etc/fstab").stdout == FIRST
+    assert answer(gateway, "export", after, "-o", tmp_path / "t.tar")["entries"] == 4
+    assert answer(gateway, "restore", after, "-o", tmp_path / "target")["failed"] == 0
+    assert (tmp_path / "target" / "etc" / "fstab").read_bytes() == FIRST
 
 
 def test_get_broken_off_keeps_the_output_file(gateway: ScriptedGateway, folder: Path, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def lines(call: InProcess, store: Path, *words: str) -> list[str]:
 
 def test_ls_of_a_folder_lists_its_names(store: Path, call: InProcess) -> None:
     assert lines(call, store, "ls", "home:/") == ["a.txt", "etc/", "kind/", "sparse"]
-    assert lines(call, store, "ls", "home@1:/etc") == [r"caf\udce9\x1b", "deep/", "fstab", "hard", "link", "old"]
+    assert lines(call, store, "ls", "home@1:/etc") == [r"caf\xe9\x1b", "deep/", "fstab", "hard", "link", "old"]
     assert lines(call, store, "ls", "home:/etc/fstab") == ["fstab"]
     assert lines(call, store, "ls", "-R", "home:/etc")[-1] == "deep/x"
     assert lines(call, store, "ls", "home@2") == lines(call, store, "ls", "home:")
@@ -236,6 +236,17 @@ def test_dump_archive_of_a_part(store: Path, tmp_path: Path, call: InProcess) ->
     done = call("--store", store, "dump", "home:/a.txt", "-a", "tar")
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         assert archive.getnames() == ["a.txt"]
+
+
+def test_export_writes_the_archive_of_dump(store: Path, tmp_path: Path, call: InProcess) -> None:
+    archive = call("--store", store, "dump", "home@1", "-a", "tar").stdout
+    done = call("--store", store, "export", "home@1", "-o", tmp_path / "t.tar")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode().startswith(f"home version 1 written to {tmp_path}/t.tar in ")
+    assert (tmp_path / "t.tar").read_bytes() == archive
+    assert call("--store", store, "export", "home@1", "-o", "-").stdout == archive
+    answer = call.answer("--store", store, "export", "home@1:/etc", "-o", tmp_path / "t.tar")
+    assert (answer["version"], answer["path"], answer["entries"]) == (1, "/etc", 8)
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="devices need root")

@@ -21,6 +21,7 @@ COMMANDS = (
     "find",
     "diff",
     "dump",
+    "export",
     "put",
     "get",
     "ls",

@@ -174,7 +174,7 @@ def _back_up(session: Session, key: str, paths: Sequence[str], options: BackupOp
     started = time.perf_counter()
     counts = BackupCounts()
     with (
-        open_tree_store(session, "backup", "backup", read_only=False) as store,
+        open_tree_store(session, read_only=False) as store,
         _progress(store, key, paths, options, counts, shown=not session.as_json),
     ):
         result = store.backup(key, paths, options=options, counts=counts)
@@ -250,7 +250,7 @@ def _plan(session: Session, key: str, paths: Sequence[str], options: BackupOptio
     from nearkin_shared.utils.terminal import printable
 
     counts = PlannedCounts()
-    with open_tree_store(session, "backup", "tree") as store:
+    with open_tree_store(session) as store:
         plan = BackupPlan(paths, options, _store_folders(store), counts)
         try:
             newest = store.tree(key)

@@ -29,6 +29,7 @@ _ELSEWHERE = {
     "diff": "diff",
     "docs": "docs",
     "dump": "dump",
+    "export": "export",
     "find": "find",
     "forget": "forget",
     "gc": "maintenance_commands",

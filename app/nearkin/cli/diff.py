@@ -46,7 +46,7 @@ def diff(before: str, after: str, no_metadata: bool) -> None:
     totals = _Totals()
     for text in (before, after):
         parse_location(text)
-    with open_tree_store(session, "diff", "tree") as store:
+    with open_tree_store(session) as store:
         first, second = (resolve_location(store, text) for text in (before, after))
         sides = [TreeSide(open_tree(store, found), found.path or b"") for found in (first, second)]
         summaries = sides[0].tree.summary, sides[1].tree.summary

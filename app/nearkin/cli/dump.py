@@ -42,10 +42,10 @@ def dump(location: str, output: str | None, archive: str | None) -> None:
     parse_location(location)
     check_json_output("dump", session, output)
     started = time.perf_counter()
-    with open_tree_store(session, "dump", "tree") as store:
+    with open_tree_store(session) as store:
         found = resolve_location(store, location)
         if archive is not None:
-            result = _write_archive(session, store, found, output)
+            result = write_archive(session, store, found, output)
         else:
             result = write_tree_file(session, store, found, output)
     if session.as_json:
@@ -101,9 +101,13 @@ def _find_file(tree: TreeReader, found: ResolvedLocation) -> PlacedEntry:
     return placed
 
 
-def _write_archive(
+def write_archive(
     session: Session, store: SupportsTrees, found: ResolvedLocation, output: str | None
 ) -> dict[str, object]:
+    """Write a folder or file of a tree as a tar archive; return a description for JSON.
+
+    Raises BadInput, NotFound, Corrupt.
+    """
     from nearkin.cli.output_file import OutputFile
     from nearkin.cli.progress import bytes_bar
     from nearkin.cli.tree_location import open_tree

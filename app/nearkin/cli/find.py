@@ -58,7 +58,7 @@ def find(pattern: str, locations: tuple[str, ...], versions: bool, ignore_case: 
     for text in locations:
         parse_location(text)
     failures: list[str] = []
-    with open_tree_store(session, "find", "tree") as store:
+    with open_tree_store(session) as store:
         found = _search(store, _trees(store, locations, versions=versions), matches, failures)
         if session.as_json:
             print_json_lines(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -15,6 +15,7 @@ from nearkin_shared.errors import BadInput
 if TYPE_CHECKING:
     from nearkin.blob import Blob
     from nearkin.cli.arguments import ByteRange
+    from nearkin.cli.tree_location import SupportsTrees
     from nearkin.client.sync import RemoteBlob, RemoteStore
     from nearkin.store import Store
     from nearkin_shared.results import VersionInfo
@@ -68,7 +69,7 @@ def get(
     from nearkin.cli.arguments import parse_range
     from nearkin.cli.dump import check_json_output, write_tree_file
     from nearkin.cli.output import print_json
-    from nearkin.cli.tree_location import ResolvedLocation, parse_location, require_trees
+    from nearkin.cli.tree_location import ResolvedLocation, parse_location
 
     session = current_session()
     parse_location(location)
@@ -89,7 +90,7 @@ def get(
         if path is not None:
             if byte_range is not None or explained or raw:
                 raise BadInput("--range, --explain, --raw: not for a file of a tree; pipe `nearkin dump` instead")
-            trees = require_trees(store, "get")
+            trees = cast("SupportsTrees", store)
             found = ResolvedLocation(key, trees.info(key, number).version, path)
             result = write_tree_file(session, trees, found, output)
         else:

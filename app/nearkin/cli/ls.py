@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -11,7 +11,7 @@ from nearkin.cli.session import AsWritten, Session, current_session, shared_opti
 from nearkin_shared.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
-    from nearkin.cli.tree_location import TreeLocation
+    from nearkin.cli.tree_location import SupportsTrees, TreeLocation
     from nearkin.client.sync import RemoteStore
     from nearkin.store import Store
     from nearkin_shared.formats.tree_entry_group import TreeEntry
@@ -99,11 +99,11 @@ def _list_tree(
     session: Session, store: Store | RemoteStore, location: TreeLocation, *, is_long: bool, recursive: bool
 ) -> None:
     from nearkin.cli.output import print_line
-    from nearkin.cli.tree_location import open_tree, require_trees, resolve_version
+    from nearkin.cli.tree_location import open_tree, resolve_version
     from nearkin.cli.tree_output import entry_json, entry_line, print_json_lines, show_path
     from nearkin_shared.formats.tree_entry_group import EntryKind
 
-    trees = require_trees(store, "ls")
+    trees = cast("SupportsTrees", store)
     found = resolve_version(trees, location)
     tree = open_tree(trees, found)
     entries = _entries(tree, found.path or b"", recursive=recursive)

@@ -81,7 +81,7 @@ def restore(
         raise BadInput("--delete: not with --include or --exclude, which would delete what they leave out")
     accepts = _compile(include, exclude) if include or exclude else None
     options = RestoreOptions(Overwrite(overwrite), delete, accepts)
-    with open_tree_store(session, "restore", "tree" if dry_run else "restore") as store:
+    with open_tree_store(session) as store:
         found = resolve_location(store, location)
         tree = open_tree(store, found)
         if dry_run:

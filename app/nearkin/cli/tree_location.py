@@ -105,23 +105,10 @@ class SupportsTrees(SupportsInfo, Protocol):
 
 
 @contextmanager
-def open_tree_store(session: Session, command: str, method: str, *, read_only: bool = True) -> Iterator[SupportsTrees]:
-    """Open the store for a command that calls `method` of it.
-
-    Raises BadInput if the store is behind a server and its client has no such method.
-    """
+def open_tree_store(session: Session, *, read_only: bool = True) -> Iterator[SupportsTrees]:
+    """Open the store, local or behind a server, for a command on trees."""
     with session.open(read_only=read_only) as store:
-        yield require_trees(store, command, method)
-
-
-def require_trees(store: object, command: str, method: str = "tree") -> SupportsTrees:
-    """Return the store if it has `method`; raise BadInput if the client of a server lacks it."""
-    if hasattr(store, method):
-        return cast("SupportsTrees", store)
-    url = getattr(store, "url", "the server")
-    raise BadInput(
-        f"{command}: not available through {url} yet; run it on the machine that has the store, with --store FOLDER"
-    )
+        yield cast("SupportsTrees", store)
 
 
 def parse_location(text: str) -> list[TreeLocation]:
