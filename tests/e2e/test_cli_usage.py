@@ -102,7 +102,7 @@ def test_no_command_shows_help_as_wrong_usage() -> None:
         (["ls", b"\xff"], "not valid UTF-8"),
         (["put", "", "-"], "must not be empty"),
         (["put", "k" * 1025, "-"], "1025 bytes, at most 1024"),
-        (["put", b"caf\xe9", "-"], r"'caf\udce9': not valid UTF-8"),
+        (["put", b"caf\xe9", "-"], r"'caf\xe9': not valid UTF-8"),
         (["put", "key", "no/such/file"], "no/such/file"),
         (["put", "key", "."], "is a folder"),
         (["put", "-r", "no/such/folder"], "`nearkin backup KEY FOLDER`"),
