@@ -25,6 +25,7 @@ COMMANDS = (
     "put",
     "get",
     "ls",
+    "mount",
     "rm",
     "forget",
     "undelete",

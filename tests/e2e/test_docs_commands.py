@@ -16,8 +16,10 @@ from tests.support.data.samples import noise
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
 VERSIONS = 4
-ENDLESS = ("nearkin serve", "nearkin bench")
-"""Commands that run until they are stopped, or for many minutes; tests/e2e/test_serve.py and test_bench_cli.py do."""
+ENDLESS = ("nearkin serve", "nearkin bench", "nearkin mount")
+"""Commands that run until they are stopped, or for many minutes; test_serve.py, test_bench_cli.py and test_cli_mount.py
+of this folder run them.
+"""
 
 
 def shown_commands(page: str) -> Iterator[str]:

@@ -37,6 +37,7 @@ _ELSEWHERE = {
     "init": "init",
     "keys": "keys",
     "ls": "ls",
+    "mount": "mount",
     "rebuild-index": "maintenance_commands",
     "repair": "maintenance_commands",
     "restore": "restore_command",

@@ -1,0 +1,436 @@
+"""Present a store as folders and files, without FUSE.
+
+    /KEY.../7/etc/fstab            an entry of a tree       /KEY.../7    a version of `put`: a file
+    /KEY.../latest -> 7            the newest version       /KEY.../2026-11-28T10:15:00Z -> 7
+
+A key's / separate folders. A part of a key that a folder cannot have, or that could be the name of a version, is
+escaped with %.
+
+Invariant: memory is bounded by the constants below and the number of versions; no content is returned unverified (I8).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from blake3 import blake3
+
+from nearkin.trees.attributes import KINDS
+from nearkin_shared.errors import NotFound
+from nearkin_shared.formats.tree_entry_group import NAME_BYTES_MAX, EntryKind
+from nearkin_shared.formats.tree_layout import CONTENT_TYPE_TREE
+from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
+from nearkin_shared.results import Damage, VersionInfo
+from nearkin_shared.validation import CONTENT_TYPE
+
+if TYPE_CHECKING:
+    from nearkin.blob import VersionFile
+
+REFRESH_SECONDS = 10.0
+"""Age at which the list of versions is read again; it is older if reading it takes more than a twentieth of that."""
+REFRESH_SHARE = 20
+TREES_MAX = 16
+"""Open trees; each holds the index of its groups, 0.3 MB for 250,000 entries."""
+CACHED_ENTRIES_MAX = 100_000
+"""Entries of all cached folders, 500 bytes each."""
+FOLDER_ENTRIES_MAX = 20_000
+"""A folder with more entries is not cached: each lookup decodes the group of the entry."""
+OPEN_FILES_MAX = 16
+"""Files that hold a piece and read the next one ahead, 8 MiB each; others open their range again at the next read."""
+LATEST = b"latest"
+_VERSION_NAME = re.compile(rb"latest|[0-9]+|[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z")
+_TYPES = {kind: type_bits for type_bits, kind in KINDS.items()}
+_FOLDER_MODE, _FILE_MODE, _LINK_MODE = stat.S_IFDIR | 0o555, stat.S_IFREG | 0o444, stat.S_IFLNK | 0o777
+_INODE_MASK = (1 << 63) - 1
+_log = logging.getLogger("nearkin")
+
+
+class MountableStore(Protocol):
+    """A store whose versions can be read: `Store` or `RemoteStore`."""
+
+    def versions(
+        self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
+    ) -> list[VersionInfo]:
+        """Return the versions of keys that start with `prefix`, by key."""
+
+    def tree(self, key: str, version: int | None = None) -> TreeReader:
+        """Return a reader of a tree's entries."""
+
+    def get(self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None) -> VersionFile:
+        """Return a version, or a range of its bytes."""
+
+
+class Status(NamedTuple):
+    """The attributes of a path, named as in `os.stat_result`."""
+
+    st_mode: int
+    st_ino: int
+    st_size: int = 0
+    st_mtime: int = 0
+    """Nanoseconds since 1970."""
+    st_uid: int = 0
+    st_gid: int = 0
+    st_rdev: int = 0
+    st_nlink: int = 1
+    st_blocks: int = 0
+
+
+@dataclass
+class _KeyFolder:
+    """A folder of the key namespace: parts of longer keys, and the versions of a key."""
+
+    folders: dict[bytes, _KeyFolder] = field(default_factory=dict)
+    versions: dict[bytes, VersionInfo] = field(default_factory=dict)
+    links: dict[bytes, bytes] = field(default_factory=dict)
+
+
+class _EntryPath(NamedTuple):
+    """A version and a path in its tree.
+
+    The path is empty for the root, and for a version of `put`.
+    """
+
+    info: VersionInfo
+    path: bytes
+
+
+def escape_key(key: str) -> list[bytes]:
+    """Return the names of the folders of a key."""
+    return [_escape_part(part, number) for number, part in enumerate(os.fsencode(key).split(b"/"))]
+
+
+def _escape_part(part: bytes, number: int) -> bytes:
+    if not part:
+        return b"%2F"
+    escaped = part.replace(b"%", b"%25").replace(b"\0", b"%00")
+    if part in (b".", b".."):
+        return b"%2E" * len(part)
+    if number and _VERSION_NAME.fullmatch(part):
+        return b"%%%02X" % part[0] + part[1:]
+    return escaped
+
+
+class MountedStore:
+    """The paths of a store. Not to be shared between threads."""
+
+    def __init__(self, store: MountableStore, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._root = _KeyFolder()
+        self._valid_until = -1.0
+        self._trees: OrderedDict[tuple[str, int], TreeReader] = OrderedDict()
+        self._folders: OrderedDict[tuple[str, int, bytes], dict[bytes, PlacedEntry] | None] = OrderedDict()
+        self._cached_entries = 0
+        self._open_files: OrderedDict[int, VersionFile] = OrderedDict()
+        self._handles: dict[int, MountedFile] = {}
+        self._next_handle = 1
+
+    def status(self, path: bytes) -> Status:
+        """Return the attributes of a path.
+
+        Raises NotFound, and what reading a tree raises.
+        """
+        found = self._resolve(path)
+        if isinstance(found, _KeyFolder):
+            return Status(_FOLDER_MODE, _inode(path))
+        if isinstance(found, bytes):
+            return Status(_LINK_MODE, _inode(path), len(found))
+        if not _is_tree(found.info):
+            return _blob_status(found.info)
+        if not found.path:
+            return self._root_status(found.info)
+        return self._entry_status(found.info, self._find(found))
+
+    def children(self, path: bytes) -> Iterator[tuple[bytes, int, int]]:
+        """Yield (name, mode, inode) of the content of a folder.
+
+        Raises NotFound, NotADirectoryError, and what reading a tree raises.
+        """
+        found = self._resolve(path)
+        if isinstance(found, _KeyFolder):
+            for name in found.folders:
+                yield name, _FOLDER_MODE, _inode(path.rstrip(b"/") + b"/" + name)
+            for name, info in found.versions.items():
+                yield name, _FOLDER_MODE if _is_tree(info) else _FILE_MODE, _entry_inode(info, b"")
+            for name in found.links:
+                yield name, _LINK_MODE, _inode(path + b"/" + name)
+            return
+        if isinstance(found, bytes) or not _is_tree(found.info):
+            raise NotADirectoryError(path)
+        for placed in self._tree(found.info).children(found.path):
+            status = self._entry_status(found.info, placed)
+            yield placed.entry.name, status.st_mode, status.st_ino
+
+    def link_target(self, path: bytes) -> bytes:
+        """Return the target of a symlink.
+
+        Raises NotFound, and what reading a tree raises.
+        """
+        found = self._resolve(path)
+        if isinstance(found, bytes):
+            return found
+        if isinstance(found, _EntryPath) and found.path:
+            return self._content_of(found.info, self._find(found)).entry.target
+        raise NotFound(f"{path!r}: is not a symlink")
+
+    def xattrs(self, path: bytes) -> dict[bytes, bytes]:
+        """Return the extended attributes of a path.
+
+        Raises NotFound, and what reading a tree raises.
+        """
+        found = self._resolve(path)
+        if not isinstance(found, _EntryPath) or not _is_tree(found.info):
+            return {}
+        try:
+            placed = self._find(found) if found.path else self._tree(found.info).find(b"")
+        except NotFound:
+            if found.path:
+                raise
+            return {}
+        return dict(self._content_of(found.info, placed).entry.xattrs)
+
+    def open(self, path: bytes) -> int:
+        """Open a file and return its handle.
+
+        Raises NotFound, IsADirectoryError, and what reading a tree raises.
+        """
+        found = self._resolve(path)
+        if not isinstance(found, _EntryPath):
+            raise IsADirectoryError(path)
+        info = found.info
+        if not _is_tree(info):
+            file = MountedFile(info, 0, info.size_bytes, None)
+        elif not found.path:
+            raise IsADirectoryError(path)
+        else:
+            placed = self._content_of(info, self._find(found))
+            file = MountedFile(info, placed.start, placed.entry.size, placed.entry.extents)
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self._handles[handle] = file
+        return handle
+
+    def read(self, handle: int, offset: int, size: int) -> bytes:
+        """Return the bytes of an open file, fewer only at its end.
+
+        Raises as `Store.get` and its reads do.
+        """
+        file = self._handles[handle]
+        return file.read(lambda: self._content(handle, file), offset, size)
+
+    def close(self, handle: int) -> None:
+        """Close a handle."""
+        self._handles.pop(handle, None)
+        content = self._open_files.pop(handle, None)
+        if content is not None:
+            content.close()
+
+    def close_all(self) -> None:
+        """Close all handles."""
+        for handle in list(self._handles):
+            self.close(handle)
+
+    # --- paths -------------------------------------------------------------------------------------------------------
+
+    def _resolve(self, path: bytes) -> _KeyFolder | bytes | _EntryPath:
+        """Return a folder of keys, the target of a link, or a version with a path in it.
+
+        Raises NotFound.
+        """
+        self._refresh()
+        parts = [part for part in path.split(b"/") if part]
+        folder = self._root
+        for number, part in enumerate(parts):
+            below = folder.folders.get(part)
+            if below is not None:
+                folder = below
+                continue
+            is_last = number == len(parts) - 1
+            info = folder.versions.get(part)
+            if info is not None and (is_last or _is_tree(info)):
+                return _EntryPath(info, b"/".join(parts[number + 1 :]))
+            if is_last and part in folder.links:
+                return folder.links[part]
+            raise NotFound(f"{path!r}: not in the store")
+        return folder
+
+    def _refresh(self) -> None:
+        """Read the list of versions again if it is too old."""
+        started = self._clock()
+        if started < self._valid_until:
+            return
+        root = _KeyFolder()
+        newest: dict[str, _KeyFolder] = {}
+        for info in sorted(self._store.versions(all_versions=True), key=lambda info: (info.key, info.version)):
+            folder = newest.get(info.key)
+            if folder is None:
+                names = escape_key(info.key)
+                if any(len(name) > NAME_BYTES_MAX for name in names):
+                    _log.warning("mount: key %r is not shown: a part of it has more than 255 bytes", info.key)
+                    continue
+                folder = root
+                for name in names:
+                    folder = folder.folders.setdefault(name, _KeyFolder())
+                newest[info.key] = folder
+            name = b"%d" % info.version
+            moment = info.created.astimezone(UTC)
+            folder.versions[name] = info
+            folder.links[LATEST] = name
+            folder.links[f"{moment:%Y-%m-%dT%H:%M:%SZ}".encode()] = name  # the last of a second
+        self._root = root
+        seconds = self._clock() - started
+        self._valid_until = self._clock() + max(REFRESH_SECONDS, seconds * REFRESH_SHARE)
+
+    # --- trees -------------------------------------------------------------------------------------------------------
+
+    def _tree(self, info: VersionInfo) -> TreeReader:
+        key = (info.key, info.version)
+        tree = self._trees.get(key)
+        if tree is None:
+            tree = self._trees[key] = self._store.tree(*key)
+            if len(self._trees) > TREES_MAX:
+                self._trees.popitem(last=False)
+        self._trees.move_to_end(key)
+        return tree
+
+    def _find(self, found: _EntryPath) -> PlacedEntry:
+        """Return the entry with a path.
+
+        Raises NotFound, and what reading a tree raises.
+        """
+        folder, _, name = found.path.rpartition(b"/")
+        entries = self._folder(found.info, folder)
+        if entries is None:
+            return self._tree(found.info).find(found.path)
+        if name not in entries:
+            raise NotFound(f"{found.info.key!r} version {found.info.version}: has no entry {found.path!r}")
+        return entries[name]
+
+    def _folder(self, info: VersionInfo, folder: bytes) -> dict[bytes, PlacedEntry] | None:
+        """Return the entries of a folder by name; None if it has more than FOLDER_ENTRIES_MAX."""
+        key = (info.key, info.version, folder)
+        if key in self._folders:
+            self._folders.move_to_end(key)
+            return self._folders[key]
+        entries = self._read_folder(info, folder)
+        self._folders[key] = entries
+        self._cached_entries += _weight(entries)
+        while self._cached_entries > CACHED_ENTRIES_MAX and len(self._folders) > 1:
+            self._cached_entries -= _weight(self._folders.popitem(last=False)[1])
+        return entries
+
+    def _read_folder(self, info: VersionInfo, folder: bytes) -> dict[bytes, PlacedEntry] | None:
+        entries: dict[bytes, PlacedEntry] = {}
+        for placed in self._tree(info).children(folder):
+            entries[placed.entry.name] = placed
+            if len(entries) > FOLDER_ENTRIES_MAX:
+                return None
+        return entries
+
+    def _content_of(self, info: VersionInfo, placed: PlacedEntry) -> PlacedEntry:
+        if placed.entry.kind != EntryKind.HARD_LINK:
+            return placed
+        return self._tree(info).content_of(placed)
+
+    def _root_status(self, info: VersionInfo) -> Status:
+        try:
+            return self._entry_status(info, self._tree(info).find(b""))
+        except NotFound:  # a tree of several folders has no root of its own
+            return Status(_FOLDER_MODE, _entry_inode(info, b""), 0, _created_ns(info))
+
+    def _entry_status(self, info: VersionInfo, placed: PlacedEntry) -> Status:
+        is_link = placed.entry.kind == EntryKind.HARD_LINK
+        entry = self._content_of(info, placed).entry
+        is_device = entry.kind in (EntryKind.CHARACTER_DEVICE, EntryKind.BLOCK_DEVICE)
+        size = len(entry.target) if entry.kind == EntryKind.SYMLINK else entry.size
+        return Status(
+            _TYPES[EntryKind(entry.kind)] | entry.mode,
+            _entry_inode(info, entry.path),
+            0 if is_device else size,
+            entry.mtime_ns,
+            entry.uid,
+            entry.gid,
+            entry.size if is_device else 0,
+            2 if is_link else 1,
+            -(-entry.content_bytes // 512),
+        )
+
+    # --- content -----------------------------------------------------------------------------------------------------
+
+    def _content(self, handle: int, file: MountedFile) -> VersionFile:
+        """Return the open range of a file; the one that was read least recently is closed."""
+        content = self._open_files.get(handle)
+        if content is None:
+            info = file.info
+            content = self._store.get(info.key, info.version, start=file.start, stop=file.start + file.content_bytes)
+            self._open_files[handle] = content
+            if len(self._open_files) > OPEN_FILES_MAX:
+                self._open_files.popitem(last=False)[1].close()
+        self._open_files.move_to_end(handle)
+        return content
+
+
+class MountedFile:
+    """An open file: a range of a version, and the holes between its data."""
+
+    def __init__(self, info: VersionInfo, start: int, size: int, extents: tuple[tuple[int, int], ...] | None) -> None:
+        self.info = info
+        self.start = start
+        self._size = size
+        self._extents = ((0, size),) if extents is None else extents
+        lengths = [length for _, length in self._extents]
+        self._content_starts = list(accumulate(lengths, initial=0))
+        self.content_bytes = self._content_starts[-1]
+
+    def read(self, content: Callable[[], VersionFile], offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset`, fewer only at the end; holes are zeros."""
+        stop = min(offset + size, self._size)
+        pieces, position = list[bytes](), offset
+        number = max(0, bisect_right(self._extents, offset, key=lambda extent: extent[0]) - 1)
+        for at, (start, length) in enumerate(self._extents[number:], number):
+            if start >= stop:
+                break
+            first, last = max(start, position), min(start + length, stop)
+            if first < last:
+                file = content()
+                file.seek(self._content_starts[at] + first - start)
+                pieces += (bytes(first - position), file.read(last - first))
+                position = last
+        pieces.append(bytes(max(0, stop - position)))
+        return b"".join(pieces)
+
+
+def _weight(entries: dict[bytes, PlacedEntry] | None) -> int:
+    return 1 + len(entries or ())
+
+
+def _is_tree(info: VersionInfo) -> bool:
+    return info.metadata.get(CONTENT_TYPE) == CONTENT_TYPE_TREE
+
+
+def _created_ns(info: VersionInfo) -> int:
+    return int(info.created.timestamp() * 1_000_000) * 1000
+
+
+def _blob_status(info: VersionInfo) -> Status:
+    blocks = -(-info.size_bytes // 512)
+    return Status(_FILE_MODE, _entry_inode(info, b""), info.size_bytes, _created_ns(info), st_blocks=blocks)
+
+
+def _entry_inode(info: VersionInfo, path: bytes) -> int:
+    return _inode(b"%s\0%d\0%s" % (os.fsencode(info.key), info.version, path))
+
+
+def _inode(name: bytes) -> int:
+    """Return an inode number that is the same at every call."""
+    return int.from_bytes(blake3(name).digest(length=8), "little") & _INODE_MASK or 1

@@ -1,0 +1,173 @@
+"""`nearkin mount`: reads by programs through a real mount, and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.trees import fuse_mount
+from nearkin_shared.errors import ConfigError
+from tests.support.checks.commands import InProcess, assert_refused, command, environment
+
+MOUNT_PROBLEM = (
+    "there is no /dev/fuse"
+    if not Path("/dev/fuse").exists()
+    else "fusermount is not installed (package fuse3)"
+    if shutil.which("fusermount3") is None and shutil.which("fusermount") is None
+    else "mfusepy is not installed (extra mount)"
+    if find_spec("mfusepy") is None
+    else None
+)
+"""Why this machine cannot mount; a CI machine with the device must have the package."""
+needs_fuse = pytest.mark.skipif(
+    MOUNT_PROBLEM is not None and not (os.environ.get("CI") and Path("/dev/fuse").exists()), reason=str(MOUNT_PROBLEM)
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Return a folder with entries of many kinds."""
+    root = tmp_path / "source"
+    (root / "deep" / "er").mkdir(parents=True)
+    (root / "empty").mkdir()
+    (root / "large.bin").write_bytes(os.urandom(9_000_000))
+    (root / "small.txt").write_bytes(b"small")
+    (root / "none").touch()
+    os.link(root / "small.txt", root / "deep" / "hard link")
+    (root / "deep" / "symlink").symlink_to("../small.txt")
+    os.mkfifo(root / "fifo", 0o640)
+    Path(os.fsdecode(os.fsencode(root / "deep") + b"/bytes \xff\nend")).write_bytes(b"1")
+    with (root / "sparse").open("wb") as file:
+        file.seek(1 << 20)
+        file.write(os.urandom(8192))
+        file.truncate(5 << 20)
+    os.setxattr(root / "small.txt", "user.note", b"value \x00")
+    (root / "small.txt").chmod(0o4750)
+    os.utime(root / "none", ns=(-1_000_000_001, -1_000_000_001))
+    return root
+
+
+@contextmanager
+def mounted(store: Path, folder: Path, *, end: int | None = None) -> Iterator[Path]:
+    """Mount a store for a block, then unmount it, or end it by a signal; the exit code must be 0."""
+    folder.mkdir(exist_ok=True)
+    line = command("--store", store, "--json", "mount", folder)
+    process = subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        first = process.stdout.readline()
+        assert first, process.stderr and process.stderr.read()
+        assert json.loads(first) == {"folder": str(folder)}
+        yield folder
+        if end is None:
+            subprocess.run([shutil.which("fusermount3") or "fusermount", "-u", folder], check=True)
+        else:
+            process.send_signal(end)
+        assert process.wait(60) == 0
+        assert not os.path.ismount(folder)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+        process.communicate()
+
+
+def status_of(path: Path) -> tuple[object, ...]:
+    found = path.lstat()
+    size = 0 if stat.S_ISDIR(found.st_mode) else found.st_size
+    names = os.listxattr(path, follow_symlinks=False)
+    xattrs = {name: os.getxattr(path, name, follow_symlinks=False) for name in names}
+    return found.st_mode, found.st_uid, found.st_gid, size, found.st_mtime_ns, xattrs
+
+
+@needs_fuse
+def test_mounted_tree_equals_its_source(source: Path, tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home/kim", [source])
+        store.put("home/kim/3", b"a blob")
+        store.put("home/kim", b"the second version is a blob")
+    with mounted(tmp_path / "store", tmp_path / "mnt") as folder:
+        tree = folder / "home" / "kim" / "1"
+        (tree / "fifo").lstat()
+        compared = subprocess.run(["diff", "-r", "--exclude=fifo", source, tree], capture_output=True, check=False)
+        assert (compared.returncode, compared.stdout) == (0, b"")
+        for path in [source, *source.rglob("*")]:
+            assert status_of(tree / path.relative_to(source)) == status_of(path), path
+        assert (tree / "deep" / "symlink").readlink() == Path("../small.txt")
+        assert (tree / "small.txt").stat().st_ino == (tree / "deep" / "hard link").stat().st_ino
+        assert subprocess.run(["ls", "-lR", folder], capture_output=True, check=False).returncode == 0
+        names = sorted(os.listdir(folder / "home" / "kim"))
+        assert names[:2] == ["%33", "1"]
+        assert (folder / "home" / "kim" / "latest").readlink() == Path("2")
+        assert all(name.endswith("Z") for name in names[3:-1])
+        assert (folder / "home" / "kim" / "latest").read_bytes() == b"the second version is a blob"
+        assert (folder / "home" / "kim" / "%33" / "1").read_bytes() == b"a blob"
+        with (tree / "large.bin").open("rb") as file:
+            file.seek(5_000_001)
+            assert file.read(70_000) == (source / "large.bin").read_bytes()[5_000_001:5_070_001]
+        with pytest.raises(FileNotFoundError):
+            (tree / "nothing").stat()
+        with pytest.raises(OSError, match="Read-only file system"):
+            (tree / "small.txt").write_bytes(b"")
+
+
+@needs_fuse
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_signal_unmounts(tmp_path: Path, end: int) -> None:
+    with open_store(tmp_path / "store", create=True) as store:
+        store.put("blob", b"blob")
+    with mounted(tmp_path / "store", tmp_path / "mnt", end=end) as folder:
+        assert (folder / "blob" / "1").read_bytes() == b"blob"
+
+
+@needs_fuse
+def test_damaged_content_is_an_input_output_error(source: Path, tmp_path: Path) -> None:
+    """Refuse the damaged file alone."""
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [source])
+        store.put("other", b"intact")
+    (container,) = sorted((tmp_path / "store" / "containers").rglob("*.nkc"), key=lambda path: -path.stat().st_size)[:1]
+    content = bytearray(container.read_bytes())
+    content[len(content) // 2] ^= 1
+    container.chmod(0o600)
+    container.write_bytes(content)
+    with mounted(tmp_path / "store", tmp_path / "mnt") as folder:
+        with pytest.raises(OSError, match="Input/output error"):
+            (folder / "home" / "1" / "large.bin").read_bytes()
+        assert (folder / "home" / "1" / "small.txt").read_bytes() == b"small"
+        assert (folder / "other" / "1").read_bytes() == b"intact"
+
+
+@needs_fuse
+def test_folder_that_is_not_empty_is_refused(tmp_path: Path, call: InProcess) -> None:
+    assert call("init", tmp_path / "store").returncode == 0
+    assert_refused(call("--store", tmp_path / "store", "mount", tmp_path), 2, "is not empty; name an empty folder")
+    missing = call("--store", tmp_path / "store", "mount", tmp_path / "missing")
+    assert_refused(missing, 2, "name an existing, empty folder")
+
+
+@needs_fuse
+def test_missing_device_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(fuse_mount, "DEVICE", tmp_path / "fuse")
+    with pytest.raises(ConfigError, match="modprobe fuse"):
+        fuse_mount.load_fuse()
+
+
+def test_missing_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mfusepy", None)
+    with pytest.raises(ConfigError, match=r"mfusepy is not installed; pip install 'nearkin\[mount\]'"):
+        fuse_mount.load_fuse()
