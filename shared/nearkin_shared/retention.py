@@ -178,7 +178,7 @@ def _has_tags(info: VersionInfo, tags: str) -> bool:
 
 
 def _rules_of(policy: RetentionPolicy, current: VersionInfo | None) -> list[_Rule]:
-    """Return the rules that count versions or periods; times are counted from the current version."""
+    """Return the rules that count versions or periods, from the current version back."""
     rules = [_Rule("last", policy.keep_last, _number)]
     rules += [_Rule(name, getattr(policy, f"keep_{name}"), period) for name, period in PERIODS.items()]
     if current is None:

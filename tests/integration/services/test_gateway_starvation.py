@@ -154,22 +154,22 @@ def test_slots_demand_more_speed_as_they_fill() -> None:
     assert slots.least_bytes_per_second == 1024
 
 
-@pytest.mark.parametrize(("kind", "places"), [("tenant", 6), ("token", 4), ("address", 2)])
-def test_holdings_refuse_beyond_each_share(kind: str, places: int) -> None:
+@pytest.mark.parametrize(("kind", "slots"), [("tenant", 6), ("token", 4), ("address", 2)])
+def test_holdings_refuse_beyond_each_share(kind: str, slots: int) -> None:
     """Bound a tenant, a token and an address by their own shares, and all by the limit."""
-    holdings = Holdings("places", 8, Shares(tenant=0.75, token=0.5, address=0.25))
+    holdings = Holdings("slots", 8, Shares(tenant=0.75, token=0.5, address=0.25))
 
     def holders_of(number: int) -> Holders:
         others = {"tenant": f"t{number}", "token": f"k{number}", "address": f"127.0.0.{number}"}
         return Holders(**{**others, kind: "2001:db8::1" if kind == "address" else "mine"})
 
-    for number in range(places):
+    for number in range(slots):
         holdings.check_room(holders_of(number))
         holdings.add(number, holders_of(number))
-    with pytest.raises(Problem, match=f"places of this {kind} are") as refused:
+    with pytest.raises(Problem, match=f"slots of this {kind} are") as refused:
         holdings.check_room(Holders("x", "x", "2001:db8::ffff") if kind == "address" else holders_of(99))  # one /64
     assert refused.value.status == 429
-    for number in range(places, 8):
+    for number in range(slots, 8):
         holdings.add(number, Holders(f"o{number}", "", ""))
     with pytest.raises(Problem) as full:
         holdings.check_room(Holders("new", "", ""))
