@@ -1,0 +1,151 @@
+"""Trees that change, or cannot be read, during a backup: each case is named and counted, everything else is stored."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import nearkin.trees.tree_writer
+from nearkin.store import open_store
+from nearkin.trees.store_backup import BackupResult
+from nearkin_shared.formats.tree_entry_group import EntryFlag
+
+SIZE = 3_000_000
+
+
+def back_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, during: Callable[[Path], None]
+) -> tuple[BackupResult, dict[bytes, tuple[int, int]], Path]:
+    """Back up three files; call `during` with the second one after its first read.
+
+    Return the result, (size, flags) of each entry, and a folder with the restored tree.
+    """
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name in ("a", "b", "c"):
+        (folder / name).write_bytes(os.urandom(SIZE))
+        os.utime(folder / name, ns=(1, 1))
+    target = (folder / "b").stat().st_ino
+    calls = 0
+    original = os.preadv
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal calls
+        if os.fstat(descriptor).st_ino == target:
+            calls += 1
+            if calls == 2:
+                during(folder / "b")
+            return original(descriptor, [buffers[0][:1_000_000]], offset)
+        return original(descriptor, buffers, offset)
+
+    monkeypatch.setattr(nearkin.trees.tree_writer.os, "preadv", preadv)
+    with open_store(tmp_path / "store", create=True) as store:
+        result = store.backup("home", [folder])
+        found = {
+            placed.entry.path: (placed.entry.size, placed.entry.flags & ~EntryFlag.RECENT)
+            for placed in store.tree("home").entries()
+        }
+        store.restore("home", tmp_path / "target")
+        assert store.verify().damage == ()
+    for name in ("a", "c"):
+        assert (tmp_path / "target" / name).read_bytes() == (folder / name).read_bytes()
+    return result, found, tmp_path / "target"
+
+
+def test_file_that_shrinks_is_stored_up_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result, found, target = back_up(monkeypatch, tmp_path, lambda path: os.truncate(path, 1_500_000))
+    assert (result.counts.changed, result.counts.unread, result.is_complete) == (1, 0, False)
+    assert found[b"b"] == (1_500_000, EntryFlag.CHANGED)
+    assert (target / "b").stat().st_size == 1_500_000
+    assert "shrank" in result.counts.problems[0].reason
+
+
+def test_file_that_grows_is_stored_with_its_first_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def grow(path: Path) -> None:
+        with path.open("ab") as file:
+            file.write(b"more")
+
+    result, found, target = back_up(monkeypatch, tmp_path, grow)
+    assert (result.counts.changed, result.counts.unread) == (1, 0)
+    assert found[b"b"] == (SIZE, EntryFlag.CHANGED)
+    assert (target / "b").stat().st_size == SIZE
+
+
+def test_file_changed_in_place_is_flagged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def change(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.write(b"other")
+
+    result, found, _ = back_up(monkeypatch, tmp_path, change)
+    assert (result.counts.changed, result.counts.unread) == (1, 0)
+    assert found[b"b"] == (SIZE, EntryFlag.CHANGED)
+
+
+def test_read_error_keeps_the_start_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(_: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    result, found, target = back_up(monkeypatch, tmp_path, fail)
+    assert (result.counts.changed, result.counts.unread) == (0, 1)
+    assert found[b"b"] == (1_000_000, EntryFlag.INCOMPLETE)
+    assert (target / "b").stat().st_size == 1_000_000
+    assert "input/output error" in result.counts.problems[0].reason
+
+
+def test_file_replaced_by_a_folder_after_its_status_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name in ("a", "b", "c"):
+        (folder / name).write_bytes(b"content")
+    original = os.open
+
+    def opened(path: str | bytes, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if path == b"b" and (folder / "b").is_file():
+            (folder / "b").unlink()
+            (folder / "b").mkdir()
+        if path == b"c":
+            (folder / "c").unlink(missing_ok=True)
+        return original(path, flags, mode, dir_fd=dir_fd)
+
+    with open_store(tmp_path / "store", create=True) as store:
+        monkeypatch.setattr(os, "open", opened)
+        result = store.backup("home", [folder])
+        monkeypatch.undo()
+        found = [placed.entry.path for placed in store.tree("home").entries()]
+    assert found == [b"", b"a"]
+    assert sorted(problem.reason for problem in result.counts.problems) == [
+        "no such file or directory",
+        "was replaced while the tree was read",
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
+def test_mounts_of_the_kernel_and_loops_are_not_entered(tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    for name in ("proc", "loop", "data"):
+        (folder / name).mkdir(parents=True)
+    (folder / "data" / "file").write_bytes(b"x")
+    os.mkfifo(folder / "data" / "fifo")
+    mounts = (["mount", "-t", "proc", "proc", folder / "proc"], ["mount", "--bind", folder, folder / "loop"])
+    mounted: list[Path] = []
+    try:
+        for command in mounts:
+            if subprocess.run(command, check=False, capture_output=True).returncode:
+                pytest.skip("this machine allows no mounts")
+            mounted.append(Path(str(command[-1])))
+        with open_store(tmp_path / "store", create=True) as store:
+            result = store.backup("home", [folder])
+            found = [placed.entry.path for placed in store.tree("home").entries()]
+    finally:
+        for path in reversed(mounted):
+            subprocess.run(["umount", path], check=True)
+    assert found == [b"", b"data", b"loop", b"proc", b"data/fifo", b"data/file"]
+    assert sorted(skip.reason for skip in result.counts.skips) == [
+        "is a file system of the kernel; its content is left out",
+        "is mounted inside itself; its content is left out",
+    ]
