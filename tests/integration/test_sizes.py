@@ -136,4 +136,5 @@ def test_closed_store_frees_memory_blobs_read_on(tmp_path: Path) -> None:
         assert store._containers.blocks.used_bytes >= len(content)
     # A reference cycle keeps the store until the garbage collector runs, which takes long in some processes.
     assert store._containers.blocks.used_bytes == 0
+    blob.seek(0)
     assert blob.read() == content

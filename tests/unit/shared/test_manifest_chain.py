@@ -74,7 +74,7 @@ def test_manifest_chain_out_of_bounds_is_corrupt(start: int, value: bytes) -> No
         decode_manifest(with_changed(start, value), "m")
 
 
-@pytest.mark.parametrize(("version", "flag"), [(2, 2), (3, 2), (3, 4), (4, 8)])
+@pytest.mark.parametrize(("version", "flag"), [(2, 2), (3, 2), (3, 4), (3, 8), (4, 16)])
 def test_manifest_flag_of_later_format_is_too_new(version: int, flag: int) -> None:
     """F.25: a flag that its format version does not have is refused, not ignored."""
     with pytest.raises(FormatTooNew):
