@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 from nearkin.store import open_store
+from nearkin.trees.backup import RECENT_NS
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT_BYTES = 1 << 20
@@ -50,13 +52,14 @@ CHILD = """
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Return a folder of 30 MB."""
+    """Return a folder of 30 MB, old enough that the ctimes of its files prove them unchanged."""
     folder, draw = tmp_path / "source", random.Random(7)
     for number in range(FILES):
         path = folder / f"folder {number // 10:02}" / f"{number:03}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(draw.randbytes(FILE_BYTES))
         os.utime(path, ns=(number, number))
+    time.sleep(RECENT_NS / 1e9)
     return folder
 
 
