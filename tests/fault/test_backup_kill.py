@@ -41,7 +41,7 @@ CHILD = """
     def kill() -> None:
         while counts.read_bytes < {kill_bytes}:
             time.sleep(0.0005)
-            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
     chosen = settings({{"runner": {{"batch_bytes": 2 << 20}}}})
