@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import nearkin.trees.tree_writer
 from nearkin.store import open_store
 from nearkin.trees.store_backup import BackupResult
 from nearkin_shared.formats.tree_entry_group import EntryFlag
@@ -43,7 +42,7 @@ def back_up(
             return original(descriptor, [buffers[0][:1_000_000]], offset)
         return original(descriptor, buffers, offset)
 
-    monkeypatch.setattr(nearkin.trees.tree_writer.os, "preadv", preadv)
+    monkeypatch.setattr(os, "preadv", preadv)
     with open_store(tmp_path / "store", create=True) as store:
         result = store.backup("home", [folder])
         found = {
@@ -131,13 +130,16 @@ def test_mounts_of_the_kernel_and_loops_are_not_entered(tmp_path: Path) -> None:
         (folder / name).mkdir(parents=True)
     (folder / "data" / "file").write_bytes(b"x")
     os.mkfifo(folder / "data" / "fifo")
-    mounts = (["mount", "-t", "proc", "proc", folder / "proc"], ["mount", "--bind", folder, folder / "loop"])
+    mounts = (
+        ["mount", "-t", "proc", "proc", str(folder / "proc")],
+        ["mount", "--bind", str(folder), str(folder / "loop")],
+    )
     mounted: list[Path] = []
     try:
         for command in mounts:
             if subprocess.run(command, check=False, capture_output=True).returncode:
                 pytest.skip("this machine allows no mounts")
-            mounted.append(Path(str(command[-1])))
+            mounted.append(Path(command[-1]))
         with open_store(tmp_path / "store", create=True) as store:
             result = store.backup("home", [folder])
             found = [placed.entry.path for placed in store.tree("home").entries()]
