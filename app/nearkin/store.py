@@ -56,7 +56,6 @@ from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.memory import give_back_free
 from nearkin_shared.utils.private_files import make_private_folders
 from nearkin_shared.validation import (
-    RESERVED_PREFIX,
     Progress,
     Source,
     check_bound,
@@ -64,12 +63,13 @@ from nearkin_shared.validation import (
     check_prefix,
     check_user_key,
     check_version,
+    is_listed_key,
 )
 
 if TYPE_CHECKING:
     from nearkin.salvage import SalvagedBlob
-    from nearkin.trees.backup import BackupCounts
-    from nearkin.trees.store_backup import BackupOptions, BackupResult
+    from nearkin.trees.backup_walk import BackupCounts, BackupOptions
+    from nearkin.trees.store_backup import BackupResult
     from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
     from nearkin_shared.formats.tombstone import Mark
     from nearkin_shared.index.catalog import CatalogEntry
@@ -259,8 +259,9 @@ class Store(MaintainedStore):
 
         Raises BadInput (a path does not exist, a pattern does not parse), and what `put` raises.
         """
-        from nearkin.trees.backup import BackupCounts
-        from nearkin.trees.store_backup import CHECKPOINT_REASON, BackupOptions, TreeStore, back_up
+        from nearkin.trees.backup_walk import BackupCounts, BackupOptions
+        from nearkin.trees.parent_tree import is_sound
+        from nearkin.trees.store_backup import CHECKPOINT_REASON, TreeStore, back_up
 
         self._check_writable("backup")
         check_user_key(key)
@@ -269,6 +270,7 @@ class Store(MaintainedStore):
             self._range,
             self._put_tree,
             lambda name: self.delete(name, reason=CHECKPOINT_REASON),
+            partial(is_sound, self._containers, self._quarantine),
             (self.root, self._index.folder),
         )
         return back_up(access, key, paths, options or BackupOptions(), counts or BackupCounts())
@@ -388,7 +390,7 @@ class Store(MaintainedStore):
         for entry in entries:
             if isinstance(entry, Damage):
                 (broken or _warn)(entry)
-            elif not entry.key.startswith(RESERVED_PREFIX) or prefix.startswith(RESERVED_PREFIX):
+            elif is_listed_key(entry.key, prefix):
                 found.append(entry)
         return found
 
@@ -455,7 +457,8 @@ class Store(MaintainedStore):
         check_prefix(prefix)
         tenant = self.settings.tenant
         check_tenant(self._covered, tenant)
-        marked = {entry.key: None for entry in self.catalog(tenant, prefix) if entry.sequence}
+        catalog = self.catalog(tenant, prefix)
+        marked = {entry.key: None for entry in catalog if entry.sequence and is_listed_key(entry.key, prefix)}
         return list(self._deletions.list_deleted(tenant, marked, broken or _warn))
 
     def purge(

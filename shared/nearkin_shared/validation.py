@@ -63,6 +63,11 @@ def check_user_key(key: str) -> None:
         raise BadInput(f"key {key!r}: keys that start with {RESERVED_PREFIX} are reserved; choose another")
 
 
+def is_listed_key(key: str, prefix: str) -> bool:
+    """Return whether a listing of `prefix` shows a key: reserved ones only if the prefix is reserved."""
+    return not key.startswith(RESERVED_PREFIX) or prefix.startswith(RESERVED_PREFIX)
+
+
 def check_prefix(prefix: str) -> None:
     """Refuse a prefix that no key can have."""
     _encode(prefix, "prefix")

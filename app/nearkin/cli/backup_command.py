@@ -24,10 +24,10 @@ from nearkin_shared.errors import BadInput
 
 if TYPE_CHECKING:
     from nearkin.cli.tree_location import SupportsTrees
-    from nearkin.trees.backup import BackupCounts
     from nearkin.trees.backup_plan import PlannedCounts
+    from nearkin.trees.backup_walk import BackupCounts, BackupOptions
     from nearkin.trees.exclusions import ExclusionOptions
-    from nearkin.trees.store_backup import BackupOptions, BackupResult
+    from nearkin.trees.store_backup import BackupResult
 
 PATH_LIST_BYTES_MAX = 256 << 20
 RESERVED_METADATA = ("content-type", "tags")
@@ -99,9 +99,8 @@ def backup(
     next one of the same KEY.
     """
     from nearkin.cli.arguments import check_key, parse_metadata, parse_size
-    from nearkin.trees.backup import ComparisonOptions
+    from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
     from nearkin.trees.exclusions import ExclusionOptions
-    from nearkin.trees.store_backup import BackupOptions
 
     session = current_session()
     check_key(key)
@@ -169,7 +168,7 @@ def _check_exclusions(options: ExclusionOptions) -> None:
 
 def _back_up(session: Session, key: str, paths: Sequence[str], options: BackupOptions) -> int:
     from nearkin.cli.tree_location import open_tree_store
-    from nearkin.trees.backup import BackupCounts
+    from nearkin.trees.backup_walk import BackupCounts
 
     started = time.perf_counter()
     counts = BackupCounts()

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from nearkin.blob import Blob
     from nearkin.cli.session import Session
     from nearkin.store import Store
-    from nearkin.trees.backup import BackupCounts
-    from nearkin.trees.store_backup import BackupOptions, BackupResult
+    from nearkin.trees.backup_walk import BackupCounts, BackupOptions
+    from nearkin.trees.store_backup import BackupResult
     from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
     from nearkin_shared.reading.tree_reader import TreeReader
     from nearkin_shared.results import Damage, VersionInfo

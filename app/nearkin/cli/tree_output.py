@@ -1,7 +1,7 @@
 r"""Print entries of trees, and problems with them.
 
-Paths are bytes. For people everything that a terminal might act on is escaped; JSON has bytes that are not UTF-8 as
-lone surrogates (`\udcff`), which Python's `os.fsencode` converts back.
+Paths are bytes. For people everything that a terminal might act on is escaped; JSON, as in other commands, has
+bytes that are not UTF-8 as `\xff`: a lone surrogate is refused by most readers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Protocol
 
 from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEntry
-from nearkin_shared.utils.terminal import printable
+from nearkin_shared.utils.terminal import json_with_bytes_shown, printable
 
 if TYPE_CHECKING:
     from nearkin_shared.formats.tree_layout import TreeSummary
@@ -146,7 +146,7 @@ def print_json_lines(
     before = None
     for value in values:
         print_line(lead if before is None else f"{before},")
-        before = f"  {json.dumps(value)}"
+        before = f"  {json_with_bytes_shown(json.dumps(value))}"
     print_line(lead if before is None else before)
     if name is None:
         print_line("]")

@@ -38,8 +38,8 @@ from nearkin_shared.results import Damage, Deletion, Explanation, PutResult, Sta
 from nearkin_shared.validation import Progress, Source
 
 if TYPE_CHECKING:
-    from nearkin.trees.backup import BackupCounts
-    from nearkin.trees.store_backup import BackupOptions, BackupResult
+    from nearkin.trees.backup_walk import BackupCounts, BackupOptions
+    from nearkin.trees.store_backup import BackupResult
     from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
     from nearkin_shared.reading.tree_reader import TreeReader
 
@@ -133,9 +133,8 @@ class RemoteStore:
 
         Every file is read and sent. Raises BadInput, and what `put` raises.
         """
-        from nearkin.trees.backup import BackupCounts
+        from nearkin.trees.backup_walk import BackupCounts, BackupOptions
         from nearkin.trees.remote_trees import back_up_remote
-        from nearkin.trees.store_backup import BackupOptions
 
         return back_up_remote(self, key, paths, options or BackupOptions(), counts or BackupCounts())
 

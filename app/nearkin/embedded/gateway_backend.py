@@ -47,7 +47,7 @@ from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.private_files import make_private_folder
-from nearkin_shared.validation import check_key, check_metadata
+from nearkin_shared.validation import check_metadata, check_user_key
 
 GROUP_BLOBS_MAX = 256
 GROUP_BYTES_MAX = 64 * 1024 * 1024
@@ -163,7 +163,7 @@ class EmbeddedIngest:
 
     async def begin(self, intent: UploadRequest) -> EmbeddedUpload:
         """Start an upload."""
-        check_key(intent.key)
+        check_user_key(intent.key)
         check_metadata(intent.metadata)
         return EmbeddedUpload(self, intent)
 

@@ -32,7 +32,7 @@ from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.signals import interrupts_wait
-from nearkin_shared.validation import Progress, check_key, check_metadata
+from nearkin_shared.validation import Progress, check_metadata, check_user_key
 
 if TYPE_CHECKING:
     from nearkin.embedded.runner import EmbeddedWriter, SparePools
@@ -203,7 +203,7 @@ class LocalPuts:
                 )
             waiting = []
             for item in items:
-                check_key(item.key)
+                check_user_key(item.key)
                 check_metadata(item.metadata)
                 waiting.append(feed(writer, item, progress))
                 if waiting[0].done():

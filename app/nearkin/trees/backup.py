@@ -13,14 +13,15 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nearkin.trees.attributes import KINDS, data_extents, descriptor_path, read_xattrs
-from nearkin.trees.parent_tree import FoundEntry, ParentEntries, ParentTree, ReusedContent
+from nearkin.trees.backup_walk import BackupCounts, BackupOptions, BackupWalk
+from nearkin.trees.parent_tree import FoundEntry, OrderedEntries, ParentTree, ReusedContent, parent_entries
 from nearkin.trees.tree_sinks import StoreSink, TreeSink
 from nearkin.trees.tree_writer import TreeWriter
-from nearkin.trees.walker import ListedFolder, TreeWalker
+from nearkin.trees.walker import ListedFolder
 from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEntry, sort_key
 
 if TYPE_CHECKING:
@@ -33,88 +34,38 @@ CHECKPOINT_BYTES_MIN, CHECKPOINT_BYTES_MAX = 64 << 20, 8 << 30
 CHECKPOINT_SHARE = 20
 """A checkpoint comes after another 1/20 of what is stored, so that a run that dies repeats little."""
 CHECKPOINT_SECONDS_MAX = 300.0
-PROBLEMS_MAX = 10_000
-"""Problems that are kept with their paths; all are counted."""
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _I64_MAX = (1 << 63) - 1
-
-
-class ComparisonOptions(NamedTuple):
-    """How an unchanged file is recognised without being read."""
-
-    force_rescan: bool = False
-    """Read every file."""
-    ignore_ctime: bool = False
-    ignore_inode: bool = False
 
 
 class TreeUnchanged(Exception):
     """The tree is equal to its parent."""
 
 
-class PathProblem(NamedTuple):
-    """An entry that is not stored as it is."""
-
-    path: bytes
-    """In the file system."""
-    reason: str
-
-
-@dataclass(slots=True)
-class BackupCounts:
-    """Progress of a backup; another thread may read it."""
-
-    files: int = 0
-    folders: int = 0
-    others: int = 0
-    """Symlinks, hard links, devices and FIFOs."""
-    unchanged_files: int = 0
-    read_bytes: int = 0
-    """Bytes read from files."""
-    reused_bytes: int = 0
-    """Bytes taken over from the parent."""
-    unread: int = 0
-    changed: int = 0
-    """Files that changed while they were read."""
-    skipped: int = 0
-    """Sockets, and folders that are left out."""
-    path: bytes = b""
-    """The entry in progress."""
-    problems: list[PathProblem] = field(default_factory=list)
-    skips: list[PathProblem] = field(default_factory=list)
-    is_unchanged: bool = True
-    """Whether the tree is equal to its parent so far."""
-
-
-class TreeBackup:
+class TreeBackup(BackupWalk):
     """Reads folders and writes them as a tree: the source of a put."""
 
     def __init__(
         self,
-        walker: TreeWalker,
-        root: bytes,
-        parents: Callable[[], Sequence[ParentTree]],
-        comparison: ComparisonOptions,
+        paths: Sequence[str | Path],
+        options: BackupOptions,
         counts: BackupCounts,
-        checkpoint: tuple[str, dict[str, str]] | None = None,
         *,
-        skip_if_unchanged: bool = False,
-        clock: Callable[[], int] = time.time_ns,
+        left_out: Sequence[Path] = (),
+        parents: Callable[[], Sequence[ParentTree]] = tuple,
+        checkpoint: tuple[str, dict[str, str]] | None = None,
     ) -> None:
         """Create the source of a put.
 
-        `parents` is called when the put has begun. `checkpoint`: key and metadata of unfinished versions. With
-        `skip_if_unchanged` a tree that is equal to its only parent ends with TreeUnchanged.
+        `parents` is called when the put has begun. `checkpoint`: key and metadata of unfinished versions. Raises as
+        `BackupWalk` does.
         """
-        self._walker = walker
-        self._root = root
+        super().__init__(paths, options, counts, left_out)
         self._parents = parents
-        self._comparison = comparison
-        self.counts = counts
         self._checkpoint = checkpoint
-        self._skip_if_unchanged = skip_if_unchanged
-        self._clock = clock
+        self._skip_if_unchanged = options.skip_if_unchanged
         self._links: dict[tuple[int, int], bytes] = {}
+        """Path in the tree of each inode with several names."""
         self._checkpoint_at = (0, time.monotonic())
 
     def feed(self, writer: EmbeddedWriter, blob: BlobTransfer) -> bytes:
@@ -129,7 +80,7 @@ class TreeBackup:
         tree = self._tree = TreeWriter(sink, self._root, socket.gethostname())
         parents = self._parents()
         self._previous_entries = parents[-1].reader.summary.entries if parents else -1
-        self._found = ParentEntries(parents)
+        self._found = OrderedEntries(parent_entries(parents))
         self._reused = ReusedContent(tree, self._count_reused)
         self._add_root()
         for listed in self._walker.folders():
@@ -139,20 +90,11 @@ class TreeBackup:
             self.counts.is_unchanged = False
         if self._skip_if_unchanged and self.counts.is_unchanged and not self.counts.unread:
             raise TreeUnchanged
-        return tree.finish()
+        return tree.finish(self._unread)
 
-    def report_problem(self, path: bytes, reason: str) -> None:
-        """Count an entry that cannot be read."""
-        self.counts.unread += 1
-        self._tree.count_unread()
-        if len(self.counts.problems) < PROBLEMS_MAX:
-            self.counts.problems.append(PathProblem(path, reason))
-
-    def report_skip(self, path: bytes, reason: str) -> None:
-        """Count an entry that is left out on purpose."""
-        self.counts.skipped += 1
-        if len(self.counts.skips) < PROBLEMS_MAX:
-            self.counts.skips.append(PathProblem(path, reason))
+    @property
+    def _unread(self) -> int:
+        return self.counts.unread + self.counts.changed
 
     def _count_reused(self, size_bytes: int) -> None:
         self.counts.reused_bytes += size_bytes
@@ -164,14 +106,14 @@ class TreeBackup:
 
     def _add_folder(self, listed: ListedFolder) -> None:
         folder, key = listed.path, sort_key(listed.path)
-        find, same = self._found.find, self._is_unchanged
+        find, is_unchanged = self._found.find, self._comparison.is_unchanged
         for name, status in listed.entries:
             found = find(key, name)
             if stat.S_ISREG(status.st_mode):
                 if status.st_nlink > 1 and self._add_hard_link(folder, name, status, found):
                     continue
-                if found is not None and same(status, found.placed.entry):
-                    self._reuse(folder, name, status, found)
+                if found is not None and is_unchanged(status, found.placed.entry):
+                    self._reuse(listed, name, status, found)
                 else:
                     self._read_file(listed, name, status)
             else:
@@ -180,28 +122,22 @@ class TreeBackup:
 
     # --- files -------------------------------------------------------------------------------------------------------
 
-    def _is_unchanged(self, status: os.stat_result, entry: TreeEntry) -> bool:
-        options = self._comparison
-        return (
-            entry.kind == EntryKind.FILE
-            and entry.size == status.st_size
-            and entry.mtime_ns == status.st_mtime_ns
-            and not entry.flags
-            and (entry.ctime_ns == status.st_ctime_ns or options.ignore_ctime)
-            and (entry.inode == status.st_ino or options.ignore_inode)
-            and not options.force_rescan
-        )
-
-    def _reuse(self, folder: bytes, name: bytes, status: os.stat_result, found: FoundEntry) -> None:
+    def _reuse(self, listed: ListedFolder, name: bytes, status: os.stat_result, found: FoundEntry) -> None:
         """Add an unchanged file. Its attributes are those of the parent if the ctime proves it."""
         entry = found.placed.entry
         if entry.ctime_ns != status.st_ctime_ns or entry.inode != status.st_ino:
+            try:
+                xattrs = read_xattrs(descriptor_path(listed.descriptor, name))
+            except OSError as err:
+                self.report_problem(os.path.join(listed.file_path, name), (err.strerror or "cannot be read").lower())
+                return
             entry = entry._replace(
                 mode=stat.S_IMODE(status.st_mode),
                 uid=status.st_uid,
                 gid=status.st_gid,
                 ctime_ns=_bounded(status.st_ctime_ns),
                 inode=status.st_ino,
+                xattrs=xattrs,
             )
             self.counts.is_unchanged = False
         self.counts.files += 1
@@ -247,12 +183,17 @@ class TreeBackup:
         xattrs = read_xattrs(descriptor)
         stretches = extents if extents is not None else ((0, before.st_size),) if before.st_size else ()
         written, digest, failure = self._tree.read_content(descriptor, stretches)
-        after = os.fstat(descriptor)
+        # Bytes are in the tree now: whatever happens, an entry with these bytes must follow.
+        after = before
+        try:
+            after = os.fstat(descriptor)
+        except OSError as err:
+            failure = failure or err
         flags, size = self._file_flags(path, before, after, failure), before.st_size
         if written < sum(length for _, length in stretches):  # cut short, or an error
             extents, size = _truncated(stretches, written, has_holes=extents is not None)
             if failure is None:
-                self._report_changed(path, f"shrank to {size:,} bytes while it was read")
+                self.report_change(path, f"shrank to {size:,} bytes while it was read")
                 flags |= EntryFlag.CHANGED
         self.counts.read_bytes += written
         self.counts.files += 1
@@ -288,16 +229,11 @@ class TreeBackup:
             (before.st_size, before.st_mtime_ns, before.st_ctime_ns)
             != (after.st_size, after.st_mtime_ns, after.st_ctime_ns)
         ):
-            self._report_changed(path, "changed while it was read")
+            self.report_change(path, "changed while it was read")
             flags |= EntryFlag.CHANGED
-        if self._clock() - before.st_ctime_ns < RECENT_NS:
+        if time.time_ns() - before.st_ctime_ns < RECENT_NS:
             flags |= EntryFlag.RECENT
         return flags
-
-    def _report_changed(self, path: bytes, reason: str) -> None:
-        self.counts.changed += 1
-        if len(self.counts.problems) < PROBLEMS_MAX:
-            self.counts.problems.append(PathProblem(path, reason))
 
     # --- everything else ---------------------------------------------------------------------------------------------
 
@@ -348,7 +284,7 @@ class TreeBackup:
         target: bytes = b"",
     ) -> None:
         is_device = kind in (EntryKind.CHARACTER_DEVICE, EntryKind.BLOCK_DEVICE)
-        is_recent = self._clock() - status.st_ctime_ns < RECENT_NS
+        is_recent = time.time_ns() - status.st_ctime_ns < RECENT_NS
         entry = TreeEntry(
             folder,
             name,
@@ -380,7 +316,7 @@ class TreeBackup:
         if fresh < due and (not fresh or time.monotonic() - started < CHECKPOINT_SECONDS_MAX):
             return
         self._reused.flush()
-        self._tree.checkpoint(*self._checkpoint)
+        self._tree.checkpoint(*self._checkpoint, self._unread)
         self._checkpoint_at = (self.counts.read_bytes, time.monotonic())
 
 

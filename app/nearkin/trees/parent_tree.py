@@ -1,6 +1,6 @@
 """Find the entries of the newest tree, and take over its segments.
 
-    entries of the parent, in order  ->  ParentEntries.find(folder, name)
+    entries of the parent, in order  ->  OrderedEntries.find(folder, name)
     unchanged files, in order        ->  ReusedContent.add: whole segments are spliced, the bytes of partial
                                          ones are read from the parent and written again
 
@@ -9,17 +9,28 @@ Invariant: the spliced and rewritten bytes are the content of the added files, i
 
 from __future__ import annotations
 
+import logging
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from nearkin.trees.tree_writer import TreeWriter
+from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.tree_entry_group import sort_key
 from nearkin_shared.reading.tree_reader import PlacedEntry, ReadRange, TreeReader
+from nearkin_shared.storage.container_graph import reachable_containers
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.quarantine import Quarantine
+from nearkin_shared.types import ContainerId
+
+EntryKey = tuple[bytes, bytes]
+"""`sort_key` of the folder, and the name."""
+EntryT = TypeVar("EntryT")
+_log = logging.getLogger("nearkin")
 
 
 class ParentTree(NamedTuple):
@@ -37,15 +48,31 @@ class FoundEntry(NamedTuple):
     placed: PlacedEntry
 
 
-class ParentEntries:
-    """Looks up entries in the order of the tree; the parents are read as a stream."""
+def is_sound(containers: ContainerStore, quarantine: Quarantine, manifest: Manifest) -> bool:
+    """Return whether no container of a version is missing, and the store has no quarantined data.
 
-    def __init__(self, parents: Sequence[ParentTree]) -> None:
-        """`parents`: the later ones are used behind the last entry of the earlier."""
-        self._stream = _chain(parents)
-        self._next = next(self._stream, None)
+    A backup takes over no segment of another version: its files are read, and stored again where that heals them.
+    Raises StoreUnavailable, and Corrupt for a container that cannot be read.
+    """
+    if quarantine.read():
+        return False
+    needed = reachable_containers(
+        manifest.segments,
+        containers.directory,
+        lambda container: containers.directory(ContainerId(container)).base_containers(),
+    )
+    return needed <= {int(container) for container, _ in containers.ids()}
 
-    def find(self, folder_key: bytes, name: bytes) -> FoundEntry | None:
+
+class OrderedEntries(Generic[EntryT]):
+    """Looks up entries of a stream by ascending keys."""
+
+    def __init__(self, stream: Iterator[tuple[EntryKey, EntryT]]) -> None:
+        """`stream`: (key, entry), keys ascending."""
+        self._stream = stream
+        self._next = next(stream, None)
+
+    def find(self, folder_key: bytes, name: bytes) -> EntryT | None:
         """Return the entry; keys must ascend from call to call."""
         key = (folder_key, name)
         while self._next is not None and self._next[0] < key:
@@ -55,19 +82,31 @@ class ParentEntries:
         return self._next[1]
 
 
-def _chain(parents: Sequence[ParentTree]) -> Iterator[tuple[tuple[bytes, bytes], FoundEntry]]:
-    last: tuple[bytes, bytes] | None = None
+def keyed_entries(reader: TreeReader, first: EntryKey | None = None) -> Iterator[tuple[EntryKey, PlacedEntry]]:
+    """Yield the key and the entry of a tree, in order; from `first` on, or a little before."""
+    folder, folder_key = b"", b""
+    for placed in reader.entries(first):
+        entry = placed.entry
+        if entry.folder != folder:
+            folder, folder_key = entry.folder, sort_key(entry.folder)
+        yield (folder_key, entry.name), placed
+
+
+def parent_entries(parents: Sequence[ParentTree]) -> Iterator[tuple[EntryKey, FoundEntry]]:
+    """Yield the entries of several trees; of each those behind the last entry of the one before.
+
+    A parent whose entries are damaged ends there: files behind the damage are read.
+    """
+    last: EntryKey | None = None
     for parent in parents:
-        folder, folder_key = b"", b""
         reached = last
-        for placed in parent.reader.entries(last):
-            entry = placed.entry
-            if entry.folder != folder:
-                folder, folder_key = entry.folder, sort_key(entry.folder)
-            key = (folder_key, entry.name)
-            if reached is None or key > reached:
-                yield key, FoundEntry(parent, placed)
-                last = key
+        try:
+            for key, placed in keyed_entries(parent.reader, reached):
+                if reached is None or key > reached:
+                    yield key, FoundEntry(parent, placed)
+                    last = key
+        except Corrupt as err:
+            _log.warning("%s: files behind the damage are read", err)
 
 
 class ReusedContent:

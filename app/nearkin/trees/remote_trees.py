@@ -11,15 +11,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
-from nearkin.trees.backup import BackupCounts, ComparisonOptions, TreeBackup
-from nearkin.trees.exclusions import Exclusions
-from nearkin.trees.store_backup import BackupOptions, BackupResult, metadata_of
+from nearkin.trees.backup import TreeBackup
+from nearkin.trees.backup_walk import BackupCounts, BackupOptions, ComparisonOptions
+from nearkin.trees.store_backup import BackupResult, metadata_of
 from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions, TreeRestore
 from nearkin.trees.tree_sinks import StreamSink
-from nearkin.trees.walker import TreeWalker, tree_paths
 from nearkin_shared.errors import BadInput, Corrupt, NearkinError, SourceFailed
 from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.validation import check_user_key
@@ -34,7 +34,7 @@ class TreeStream:
     def __init__(self, backup: TreeBackup) -> None:
         reading, writing = os.pipe()
         self._file = os.fdopen(reading, "rb", buffering=0)
-        self._writing = os.fdopen(writing, "wb", buffering=0)
+        self._writing = os.fdopen(writing, "wb")
         self._backup = backup
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._write, name="nearkin-tree", daemon=True)
@@ -59,7 +59,7 @@ class TreeStream:
     def _write(self) -> None:
         try:
             with self._writing:
-                sink = StreamSink(cast("BinaryIO", self._writing))
+                sink = StreamSink(self._writing)
                 self._backup.write(sink)
                 sink.flush()
         except BrokenPipeError:
@@ -78,23 +78,8 @@ def back_up_remote(
     check_user_key(key)
     if options.skip_if_unchanged:
         raise BadInput("skip_if_unchanged: a server does not compare trees; leave it out, or open the store itself")
-    chosen = tree_paths(paths)
-
-    def report_problem(path: bytes, reason: str) -> None:
-        backup.report_problem(path, reason)
-
-    def report_skip(path: bytes, reason: str) -> None:
-        backup.report_skip(path, reason)
-
-    walker = TreeWalker(
-        chosen,
-        Exclusions(options.exclusions),
-        report_problem,
-        report_skip,
-        one_file_system=options.one_file_system,
-    )
-    backup = TreeBackup(walker, chosen.root, list, ComparisonOptions(force_rescan=True), counts)
-    stream = TreeStream(backup)
+    reading_all = replace(options, comparison=ComparisonOptions(force_rescan=True))
+    stream = TreeStream(TreeBackup(paths, reading_all, counts))
     try:
         result = store.put(key, cast("BinaryIO", stream), metadata=metadata_of(options))
     finally:

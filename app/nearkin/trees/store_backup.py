@@ -6,18 +6,18 @@ key takes over their content, and its commit deletes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from blake3 import blake3
 
-from nearkin.trees.backup import BackupCounts, ComparisonOptions, TreeBackup, TreeUnchanged
-from nearkin.trees.exclusions import ExclusionOptions, Exclusions
+from nearkin.trees.backup import TreeBackup, TreeUnchanged
+from nearkin.trees.backup_walk import BackupCounts, BackupOptions
 from nearkin.trees.parent_tree import ParentTree
-from nearkin.trees.walker import TreeWalker, tree_paths
 from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.tree_layout import CONTENT_TYPE_TREE
@@ -26,22 +26,10 @@ from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.results import PutResult
 from nearkin_shared.validation import CONTENT_TYPE, RESERVED_PREFIX, TAGS
 
+_log = logging.getLogger("nearkin")
 CHECKPOINT_REASON = "the backup was completed"
 CHECKPOINT_KEY_CHARACTERS = 200
 """Of the key that a checkpoint's metadata name."""
-
-
-@dataclass(frozen=True, slots=True)
-class BackupOptions:
-    """Options of a backup."""
-
-    tags: Sequence[str] = ()
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    exclusions: ExclusionOptions = field(default_factory=ExclusionOptions)
-    comparison: ComparisonOptions = field(default_factory=ComparisonOptions)
-    one_file_system: bool = False
-    skip_if_unchanged: bool = False
-    """Store no version if the tree is equal to the newest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +55,8 @@ class TreeStore(NamedTuple):
     """Opens a range of a version."""
     put: Callable[[str, TreeBackup, dict[str, str]], PutResult]
     delete: Callable[[str], int]
+    is_sound: Callable[[Manifest], bool]
+    """Returns whether no chunk of a version is known to be missing or damaged. Raises Corrupt, StoreUnavailable."""
     folders: Sequence[Path]
     """Folders that the store writes, which a backup leaves out."""
 
@@ -75,7 +65,6 @@ def back_up(
     store: TreeStore, key: str, paths: Sequence[str | Path], options: BackupOptions, counts: BackupCounts
 ) -> BackupResult:
     """Store folders and files as one version of `key`. Raises as `Store.backup` does."""
-    chosen = tree_paths(paths)
     checkpoint_key = f"{RESERVED_PREFIX}checkpoints/{blake3(key.encode()).hexdigest(length=16)}"
 
     def parents() -> list[ParentTree]:
@@ -86,29 +75,14 @@ def back_up(
             found.append(unfinished)
         return [*found, *([] if newest is None else [newest])]
 
-    def report_problem(path: bytes, reason: str) -> None:
-        backup.report_problem(path, reason)
-
-    def report_skip(path: bytes, reason: str) -> None:
-        backup.report_skip(path, reason)
-
-    walker = TreeWalker(
-        chosen,
-        Exclusions(options.exclusions),
-        report_problem,
-        report_skip,
-        one_file_system=options.one_file_system,
-        left_out=folder_identities(store.folders),
-    )
     metadata = metadata_of(options)
     backup = TreeBackup(
-        walker,
-        chosen.root,
-        parents,
-        options.comparison,
+        paths,
+        options,
         counts,
-        (checkpoint_key, {**metadata, "of": key[:CHECKPOINT_KEY_CHARACTERS]}),
-        skip_if_unchanged=options.skip_if_unchanged,
+        left_out=store.folders,
+        parents=parents,
+        checkpoint=(checkpoint_key, {**metadata, "of": key[:CHECKPOINT_KEY_CHARACTERS]}),
     )
     try:
         result = store.put(key, backup, metadata)
@@ -137,19 +111,14 @@ def _parent(store: TreeStore, key: str) -> ParentTree | None:
         manifest = store.newest(key)
         if not manifest.is_tree:
             return None
+        if not store.is_sound(manifest):
+            _log.warning(
+                "%r version %d: chunks of it are missing or damaged: all files are read", key, manifest.version
+            )
+            return None
         reader = TreeReader.open(
             read_range, manifest.size_bytes, f"{key!r} version {manifest.version}", manifest.blake3
         )
     except (NotFound, Corrupt):
         return None
     return ParentTree(reader, manifest, read_range)
-
-
-def folder_identities(folders: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return device and inode of the folders that exist."""
-    found = []
-    for folder in folders:
-        with suppress(OSError):
-            status = folder.stat()
-            found.append((status.st_dev, status.st_ino))
-    return found

@@ -159,6 +159,9 @@ class TreeRestore:
                 if err.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise NoRoom(f'"{self._target}": the device is full', self._target) from err
                 self._fail(entry, err)
+            except Corrupt as err:  # of this file: others may be sound
+                self._contents.close()
+                self._fail(entry, err)
         self._close_folder()
         for entry in reversed(self._restored_folders):
             self._finish_folder(entry)
@@ -436,7 +439,7 @@ class TreeRestore:
             self.counts.unset[what] += 1
             self._note(entry.path, f"{what} cannot be set: {_reason(err)}", is_attribute=True)
 
-    def _fail(self, entry: TreeEntry, err: OSError) -> None:
+    def _fail(self, entry: TreeEntry, err: Exception) -> None:
         self.counts.failed += 1
         self._note(entry.path, _reason(err))
 
@@ -498,4 +501,5 @@ def _remove(name: bytes, folder: int) -> None:
 
 
 def _reason(err: BaseException) -> str:
-    return (getattr(err, "strerror", None) or str(err) or type(err).__name__).lower()
+    strerror = getattr(err, "strerror", None)
+    return strerror.lower() if strerror else str(err) or type(err).__name__

@@ -18,7 +18,7 @@ import msgspec
 from backports.zstd import compress, decompress
 from blake3 import blake3
 
-from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryFlag, EntryKind, TreeEntry, encode_group
+from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryKind, TreeEntry, encode_group
 from nearkin_shared.formats.tree_layout import GroupInfo, TreeSummary, encode_end, group_digest, tree_digest
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class TreeWriter:
         self._blocks: list[bytes] = []
         self._borders = FileBorders(sink)
         self._summary = TreeSummary(root=root, host=host)
-        self._counts = {"entries": 0, "files": 0, "folders": 0, "size_bytes": 0, "unread": 0}
+        self._counts = {"entries": 0, "files": 0, "folders": 0, "size_bytes": 0}
         self._users: dict[int, str] = {}
         self._owner_groups: dict[int, str] = {}
 
@@ -94,8 +94,6 @@ class TreeWriter:
         if entry.kind == EntryKind.FILE:
             counts["files"] += 1
             counts["size_bytes"] += entry.size
-            if entry.flags & (EntryFlag.CHANGED | EntryFlag.INCOMPLETE):
-                counts["unread"] += 1
         elif entry.kind == EntryKind.FOLDER:
             counts["folders"] += 1
         if entry.uid not in self._users:
@@ -105,10 +103,6 @@ class TreeWriter:
         rows = len(self._rows)
         if rows >= GROUP_ROWS_MIN and (not zlib.crc32(entry.name) & GROUP_ROWS_MASK or rows >= GROUP_ROWS_MAX):
             self._end_group()
-
-    def count_unread(self) -> None:
-        """Count an entry that could not be read and is not stored."""
-        self._counts["unread"] += 1
 
     def read_content(self, descriptor: int, extents: tuple[tuple[int, int], ...]) -> tuple[int, bytes, OSError | None]:
         """Write extents of a file; return (bytes written, digest, error that ended it early)."""
@@ -147,32 +141,41 @@ class TreeWriter:
         self._sink.splice(segments, lengths)
         self._borders = FileBorders(self._sink)
 
-    def checkpoint(self, key: str, metadata: dict[str, str]) -> None:
+    def checkpoint(self, key: str, metadata: dict[str, str], unread: int) -> None:
         """Commit what there is so far as a version of `key`; the tree goes on."""
         if self._rows:
             self._end_group()
         if not self._groups:
             return
-        end = encode_end(self._state(), self._groups)
+        end = self._end(unread)
         self._sink.checkpoint(key, metadata, b"".join(self._plain_blocks()) + end, tree_digest(end))
         self._borders = FileBorders(self._sink)
 
-    def finish(self) -> bytes:
-        """Write groups, index and footer; return the digest of the tree."""
+    def finish(self, unread: int) -> bytes:
+        """Write groups, index and footer; return the digest of the tree.
+
+        `unread`: entries that could not be read, or changed meanwhile.
+        """
         if self._rows:
             self._end_group()
+        end = self._end(unread)
         self._sink.end_chunk(ends_segment=True)
         for block in self._plain_blocks():
             self._sink.write(block)
             self._sink.end_chunk()
-        end = encode_end(self._state(), self._groups)
         self._sink.write(end)
         return tree_digest(end)
 
-    def _state(self) -> TreeSummary:
-        return msgspec.structs.replace(
-            self._summary, users=_sorted(self._users), groups=_sorted(self._owner_groups), **self._counts
-        )
+    def _end(self, unread: int) -> bytes:
+        """Return index and footer. All contents are written: a tree whose parts do not fit is never committed."""
+        content_bytes = sum([group.content_bytes for group in self._groups])
+        if content_bytes != self._sink.size_bytes:
+            raise AssertionError(f"entries of {content_bytes} bytes, {self._sink.size_bytes} were written")
+        return encode_end(self._summary_of(unread), self._groups)
+
+    def _summary_of(self, unread: int) -> TreeSummary:
+        owners = {"users": _sorted(self._users), "groups": _sorted(self._owner_groups)}
+        return msgspec.structs.replace(self._summary, unread=unread, **owners, **self._counts)
 
     def _plain_blocks(self) -> Iterator[bytes]:
         return map(decompress, self._blocks)

@@ -23,7 +23,7 @@ from nearkin_shared.formats.message import BLOB_BYTES
 from nearkin_shared.limits import MIB
 from nearkin_shared.tenant_names import tenant_problem
 from nearkin_shared.utils.frozen import frozen
-from nearkin_shared.validation import check_key, check_metadata
+from nearkin_shared.validation import check_metadata, check_user_key
 
 DATAREF_HEADERS = ("dataref", "ce_dataref")
 CONTENT_TYPE_HEADERS = ("content-type", "ce_datacontenttype")
@@ -159,7 +159,7 @@ def _key(record: UserRecord, header: str | None) -> str:
         more = f" and no header {header!r}" if header is not None else ""
         raise BadInput(f"no key{more}: set one, since a blob is stored under its key")
     key = _text(found, "key")
-    check_key(key)
+    check_user_key(key)
     return key
 
 

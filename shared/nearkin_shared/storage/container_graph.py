@@ -1,5 +1,4 @@
-# size: one pure algorithm, used by verify, repair and GC.
-"""Topological order of containers.
+"""Order and reachability of containers.
 
 Invariant: every container follows those on which it depends, and occurs once.
 
@@ -10,6 +9,11 @@ container early on which another writer's container, with a lower id but still o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from nearkin_shared.formats.directory import Directory
+from nearkin_shared.types import ZERO, ContainerId, Locations, distinct, group_by_container
 
 
 def topological_order(ids: Iterable[int], dependencies_of: Callable[[int], Iterable[int]]) -> Iterator[int]:
@@ -29,3 +33,31 @@ def topological_order(ids: Iterable[int], dependencies_of: Callable[[int], Itera
             del stack[last]
             is_yielded[last] = True
             yield last
+
+
+def reachable_containers(
+    segments: Locations,
+    directory_of: Callable[[ContainerId], Directory | None],
+    bases_of: Callable[[int], Iterable[int]],
+) -> set[int]:
+    """Return the containers that hold segments, their chunks, and the bases of these.
+
+    `directory_of` returns None for a container that cannot be read: what only it names is left out.
+    """
+    reached: set[int] = set()
+    for container, rows in group_by_container(segments.containers):
+        reached.add(container)
+        directory = directory_of(ContainerId(container))
+        if directory is None:
+            continue
+        table, ordinals = directory.segments, segments.ordinals[rows]
+        is_needed = np.bincount(ordinals[ordinals < len(table)], minlength=len(table)) > 0
+        chunks = table.chunks.take(np.repeat(is_needed, np.diff(table.bounds)))
+        reached.update(distinct(chunks.containers).tolist())
+    reached.discard(int(ZERO))
+    waiting = list(reached)
+    while waiting:
+        bases = set(bases_of(waiting.pop())) - reached - {int(ZERO)}
+        reached |= bases
+        waiting.extend(bases)
+    return reached

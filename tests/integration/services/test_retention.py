@@ -18,7 +18,7 @@ import pytest
 
 import nearkin
 from nearkin.store import Store, open_store
-from nearkin.trees.store_backup import BackupOptions
+from nearkin.trees.backup_walk import BackupOptions
 from nearkin_shared.config.storage import RetentionPolicy
 from nearkin_shared.errors import BadInput, RetentionActive
 from nearkin_shared.results import Damage

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+import nearkin.trees.backup
 from nearkin.store import open_store
+from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
 from nearkin.trees.exclusions import ExclusionOptions
-from nearkin.trees.store_backup import BackupOptions
 from nearkin.trees.tree_restore import Overwrite, RestoreOptions
 from nearkin_shared.errors import BadInput, Corrupt, NotFound
+from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
 IS_ROOT = os.geteuid() == 0
 
@@ -24,6 +26,11 @@ def rsync_differences(source: Path, target: Path) -> str:
     """Return what rsync would change to make the target equal to the source, owners and attributes included."""
     command = ["rsync", "-naHAXS", "--itemize-changes", "--delete", f"{source}/", f"{target}/"]
     return subprocess.run(command, check=True, capture_output=True, text=True, errors="replace").stdout
+
+
+def container_files(store: Path) -> list[Path]:
+    """Return the files of all containers, the oldest first."""
+    return sorted(path for path in (store / "containers").rglob("*") if path.is_file())
 
 
 @pytest.fixture
@@ -248,3 +255,114 @@ def test_a_blob_is_not_read_as_a_tree(tmp_path: Path) -> None:
             store.backup("home", ["/no/such/path"])
         with pytest.raises(BadInput, match="reserved"):
             store.backup(".nearkin/x", [tmp_path])
+
+
+@pytest.mark.parametrize("damage", ["lost", "quarantined"])
+def test_backup_reads_files_again_whose_chunks_are_damaged(damage: str, tmp_path: Path) -> None:
+    """An unchanged file is not taken over from a container that is missing or quarantined (I2)."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"{number}").write_bytes(os.urandom(50_000))
+    _age(folder)
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+    container = container_files(tmp_path / "store")[0]
+    if damage == "lost":
+        container.unlink()
+    else:
+        content = bytearray(container.read_bytes())
+        content[len(content) // 3] ^= 1
+        container.chmod(0o600)
+        container.write_bytes(content)
+    with open_store(tmp_path / "store") as store:
+        if damage == "quarantined":
+            assert store.verify().damage
+        second = store.backup("home", [folder])
+        third = store.backup("home", [folder])
+        assert second.put is not None
+        assert third.put is not None
+        assert second.counts.reused_bytes == 0
+        assert third.counts.reused_bytes == 1_000_000
+        for version in (second.put.info.version, third.put.info.version):
+            target = tmp_path / f"target {version}"
+            assert store.restore("home", target, version=version).is_complete
+            subprocess.run(["diff", "-r", folder, target], check=True)
+
+
+def test_backup_succeeds_if_the_entries_of_its_parent_are_damaged(tmp_path: Path) -> None:
+    """A parent that cannot be read to its end costs time: files behind the damage are read."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for number in range(5000):
+        (folder / f"{number:04}").write_bytes(b"%d" % number)
+    _age(folder)
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        with pytest.MonkeyPatch.context() as patch:
+            decode = TreeReader._decode
+
+            def decode_damaged(reader: TreeReader, number: int, block: bytes) -> list[PlacedEntry]:
+                return decode(reader, number, block if number < 3 else block[:-1])
+
+            patch.setattr(TreeReader, "_decode", decode_damaged)
+            result = store.backup("home", [folder])
+        assert result.is_complete
+        assert 0 < result.counts.unchanged_files < 5000
+        assert store.restore("home", tmp_path / "target").is_complete
+    subprocess.run(["diff", "-r", folder, tmp_path / "target"], check=True)
+
+
+def test_restore_goes_on_after_a_damaged_file(tmp_path: Path) -> None:
+    """A damaged file is named and not left behind; every other file is restored."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for number in range(200):
+        (folder / f"{number:03}").write_bytes(os.urandom(50_000))
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+    container = container_files(tmp_path / "store")[0]
+    content = bytearray(container.read_bytes())
+    content[len(content) // 3] ^= 1
+    container.chmod(0o600)
+    container.write_bytes(content)
+    with open_store(tmp_path / "store") as store:
+        counts = store.restore("home", tmp_path / "target")
+    restored = sorted(os.listdir(tmp_path / "target"))
+    assert 0 < counts.failed < 200
+    assert len(restored) == 200 - counts.failed
+    for name in restored:
+        assert (tmp_path / "target" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_backup_with_ignore_ctime_reads_changed_attributes(tmp_path: Path) -> None:
+    """A file whose ctime is not compared keeps its content; its attributes are read."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"content")
+    _age(folder)
+    options = BackupOptions(comparison=ComparisonOptions(ignore_ctime=True))
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        os.setxattr(folder / "file", "user.note", b"later")
+        (folder / "file").chmod(0o600)
+        result = store.backup("home", [folder], options=options)
+        assert result.counts.unchanged_files == 1
+        store.restore("home", tmp_path / "target")
+    assert rsync_differences(folder, tmp_path / "target") == ""
+
+
+def test_keys_of_checkpoints_are_reserved_and_not_listed(tmp_path: Path) -> None:
+    """No caller puts a reserved key, and no listing shows one, deleted or not."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    with open_store(tmp_path / "store", create=True) as store, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nearkin.trees.backup, "CHECKPOINT_BYTES_MIN", 1)
+        (folder / "file").write_bytes(os.urandom(100_000))
+        store.backup("home", [folder])
+        assert store.versions(".nearkin/", all_versions=True) == []
+        assert [deletion.key for deletion in store.list_deleted(".nearkin/")] != [], "a checkpoint was made"
+        assert store.list_deleted() == []
+        assert [info.key for info in store.versions(all_versions=True)] == ["home"]
+        with pytest.raises(BadInput, match="reserved"):
+            store.put(".nearkin/checkpoints/x", b"")

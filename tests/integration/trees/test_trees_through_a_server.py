@@ -13,7 +13,7 @@ import nearkin
 from nearkin.client.sync import RemoteStore
 from nearkin.store import open_store
 from nearkin.store_copy import Copier, plan_key
-from nearkin.trees.store_backup import BackupOptions
+from nearkin.trees.backup_walk import BackupOptions
 from nearkin_shared.errors import BadInput, SourceFailed
 from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 

@@ -31,7 +31,7 @@ from nearkin_shared.kafka.clients import delivery_error, is_final, producer, sig
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.record_guard import headers_of
 from nearkin_shared.storage.committed_origins import BlobOrigin
-from nearkin_shared.validation import check_key, check_metadata
+from nearkin_shared.validation import check_metadata, check_user_key
 
 POLL_SECONDS = 0.1
 ROOM_SECONDS = 0.02
@@ -89,7 +89,7 @@ class KafkaIngest:
 
     async def begin(self, intent: UploadRequest) -> KafkaUpload:
         """Start an upload; nothing is sent before its first frame."""
-        check_key(intent.key)
+        check_user_key(intent.key)
         check_metadata(intent.metadata)
         return KafkaUpload(self, intent)
 

@@ -38,7 +38,7 @@ from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.storage.scrub_progress import ScrubState, ScrubStates
 from nearkin_shared.storage.version_listing import check_newest, infos_of, missing_version, visible_version
 from nearkin_shared.utils.frozen import frozen
-from nearkin_shared.validation import check_key
+from nearkin_shared.validation import check_key, is_listed_key
 
 TENANTS_OPEN_MAX = 8
 """Tenants whose containers are cached; each has 48 MiB of directories and its share of restore.cache_bytes."""
@@ -227,7 +227,8 @@ class VersionCatalog:
         after_key, after_version = _after(after)
         # One extra entry shows that there is a next page; a second shows that the last key has no further version.
         entries = self._listing.catalog_after(tenant, prefix, after_key, after_version, limit + 2)
-        wanted = _units(entries, all_versions=all_versions)
+        listed = (entry for entry in entries if is_listed_key(entry.key, prefix))
+        wanted = _units(listed, all_versions=all_versions)
         found, last, examined = ListedVersions(), after, 0
         while some := list(islice(wanted, min(limit + 1 - len(found), READ_AHEAD))):
             for unit, entry in zip(some, self._shown(tenant, some, all_versions=all_versions), strict=True):
@@ -278,7 +279,7 @@ class VersionCatalog:
         damaged: list[Damage] = []
         examined = 0
         for key in self._listing.marked_keys(tenant, prefix, after_key):
-            if key == after_key and after_version is None:
+            if not is_listed_key(key, prefix) or (key == after_key and after_version is None):
                 continue
             for entry in deletions.list_deleted(tenant, [key], damaged.append):
                 if key == after_key and after_version is not None and entry.version <= after_version:

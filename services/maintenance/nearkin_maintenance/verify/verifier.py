@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from nearkin_maintenance.verify.integrity import CorruptChunks, IntegrityChecker
 from nearkin_maintenance.verify.scope import EVERYTHING, VerifyScope
 from nearkin_shared.errors import IndexDamaged, NotFound, PermanentError
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
+from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.record_authentication import not_authentic
 from nearkin_shared.index.listing_entry import pack_listed
@@ -31,8 +33,8 @@ from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.results import Damage, VerifyReport
 from nearkin_shared.storage import chunking_record, descriptor
 from nearkin_shared.storage.clock_records import ClockRecords
-from nearkin_shared.storage.container_graph import topological_order
-from nearkin_shared.storage.containers import ContainerStore, id_of, object_name
+from nearkin_shared.storage.container_graph import reachable_containers, topological_order
+from nearkin_shared.storage.containers import ContainerSource, ContainerStore, id_of, object_name
 from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.storage.heads import VersionHeads, find_lost, head_name, list_heads
 from nearkin_shared.storage.manifests import ManifestStore, marked_version, retained_manifest
@@ -260,21 +262,9 @@ class Verifier:
             manifest = self._read_with_parity(name)
             if manifest is None:
                 continue
-            source = self._containers.of(domain_of(manifest.tenant))
-            for container, rows in group_by_container(manifest.segments.containers):
-                reached.add(container)
-                with suppress(PermanentError):  # the check of the container reports it
-                    table = source.directory(ContainerId(container)).segments
-                    ordinals = manifest.segments.ordinals[rows]
-                    is_needed = np.bincount(ordinals[ordinals < len(table)], minlength=len(table)) > 0
-                    chunks = table.chunks.take(np.repeat(is_needed, np.diff(table.bounds)))
-                    reached.update(distinct(chunks.containers).tolist())
-        waiting = list(reached)
-        while waiting:
-            bases = set(self._integrity.base_containers(waiting.pop())) - reached
-            reached |= bases
-            waiting += bases
-        return reached - {int(ZERO)}
+            directory_of = partial(_readable_directory, self._containers.of(domain_of(manifest.tenant)))
+            reached |= reachable_containers(manifest.segments, directory_of, self._integrity.base_containers)
+        return reached
 
     @property
     def broken(self) -> bool:
@@ -570,3 +560,11 @@ class Verifier:
                 lengths = directory.chunks.lengths[lengths]
             sizes[rows] = lengths
         return sizes
+
+
+def _readable_directory(source: ContainerSource, container: ContainerId) -> Directory | None:
+    """Return a directory; None if it cannot be read, which the check of the container reports."""
+    try:
+        return source.directory(container)
+    except PermanentError:
+        return None

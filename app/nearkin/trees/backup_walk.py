@@ -1,0 +1,145 @@
+"""Options and counts of a backup, and the walk that a backup and its dry run share.
+
+Invariant: an entry that is not stored as it is, is counted; the first PROBLEMS_MAX are kept with path and reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from nearkin.trees.exclusions import ExclusionOptions, Exclusions
+from nearkin.trees.walker import TreeWalker, tree_paths
+from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry
+
+PROBLEMS_MAX = 10_000
+"""Problems that are kept with their paths; all are counted."""
+
+
+class ComparisonOptions(NamedTuple):
+    """How an unchanged file is recognised without being read."""
+
+    force_rescan: bool = False
+    """Read every file."""
+    ignore_ctime: bool = False
+    ignore_inode: bool = False
+
+    def is_unchanged(self, status: os.stat_result, entry: TreeEntry) -> bool:
+        """Return whether a backup takes over the content of a file from an entry of its parent."""
+        return (
+            entry.kind == EntryKind.FILE
+            and entry.size == status.st_size
+            and entry.mtime_ns == status.st_mtime_ns
+            and not entry.flags
+            and (entry.ctime_ns == status.st_ctime_ns or self.ignore_ctime)
+            and (entry.inode == status.st_ino or self.ignore_inode)
+            and not self.force_rescan
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BackupOptions:
+    """Options of a backup."""
+
+    tags: Sequence[str] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    exclusions: ExclusionOptions = field(default_factory=ExclusionOptions)
+    comparison: ComparisonOptions = field(default_factory=ComparisonOptions)
+    one_file_system: bool = False
+    skip_if_unchanged: bool = False
+    """Store no version if the tree is equal to the newest one."""
+
+
+class PathProblem(NamedTuple):
+    """An entry that is not stored as it is."""
+
+    path: bytes
+    """In the file system."""
+    reason: str
+
+
+@dataclass(slots=True)
+class BackupCounts:
+    """Progress of a backup; another thread may read it."""
+
+    files: int = 0
+    folders: int = 0
+    others: int = 0
+    """Symlinks, hard links, devices and FIFOs."""
+    unchanged_files: int = 0
+    read_bytes: int = 0
+    """Bytes read from files."""
+    reused_bytes: int = 0
+    """Bytes taken over from the parent."""
+    unread: int = 0
+    changed: int = 0
+    """Files that changed while they were read."""
+    skipped: int = 0
+    """Sockets, and folders that are left out."""
+    path: bytes = b""
+    """The entry in progress."""
+    problems: list[PathProblem] = field(default_factory=list)
+    skips: list[PathProblem] = field(default_factory=list)
+    is_unchanged: bool = True
+    """Whether the tree is equal to its parent so far."""
+
+
+class BackupWalk:
+    """A walk over the folders of one backup."""
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        options: BackupOptions,
+        counts: BackupCounts,
+        left_out: Sequence[Path] = (),
+    ) -> None:
+        """`left_out`: folders that are not entered, such as those of the store.
+
+        Raises BadInput (a path does not exist, a pattern does not parse).
+        """
+        self.counts = counts
+        self._comparison = options.comparison
+        chosen = tree_paths(paths)
+        self._root = chosen.root
+        self._walker = TreeWalker(
+            chosen,
+            Exclusions(options.exclusions),
+            self.report_problem,
+            self.report_skip,
+            one_file_system=options.one_file_system,
+            left_out=_identities(left_out),
+        )
+
+    def report_problem(self, path: bytes, reason: str) -> None:
+        """Count an entry that cannot be read."""
+        self.counts.unread += 1
+        self._keep(self.counts.problems, path, reason)
+
+    def report_change(self, path: bytes, reason: str) -> None:
+        """Count a file that changed while it was read."""
+        self.counts.changed += 1
+        self._keep(self.counts.problems, path, reason)
+
+    def report_skip(self, path: bytes, reason: str) -> None:
+        """Count an entry that is left out on purpose."""
+        self.counts.skipped += 1
+        self._keep(self.counts.skips, path, reason)
+
+    def _keep(self, problems: list[PathProblem], path: bytes, reason: str) -> None:
+        if len(problems) < PROBLEMS_MAX:
+            problems.append(PathProblem(path, reason))
+
+
+def _identities(folders: Sequence[Path]) -> list[tuple[int, int]]:
+    """Return device and inode of the folders that exist."""
+    found = []
+    for folder in folders:
+        with suppress(OSError):
+            status = folder.stat()
+            found.append((status.st_dev, status.st_ino))
+    return found
