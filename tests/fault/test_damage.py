@@ -282,6 +282,18 @@ def test_put_with_missing_containers_does_not_depend_on_them(root: Path, caplog:
         assert caplog.text == ""
 
 
+def test_put_after_containers_vanish_while_open_depends_on_none(tmp_path: Path) -> None:
+    """Directories in the cache do not make missing containers sound: in a server they outlive the files."""
+    content = random_bytes(10_000_000, 1)
+    with open_store(tmp_path / "store", create=True) as store:
+        store.put("a", content)
+        for path in containers(tmp_path / "store"):
+            path.unlink()
+        assert store.put("b", content).ledger.unique_bytes == len(content)
+    with open_store(tmp_path / "store") as store:
+        assert store.get("b").read() == content
+
+
 def test_verify_with_damage_keeps_sound_index_entries(root: Path) -> None:
     """Index entries of sound chunks stay after verify has found damage."""
     path = containers(root)[3]

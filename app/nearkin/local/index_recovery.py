@@ -188,6 +188,8 @@ class IndexRecovery:
             len(missing),
             first,
         )
+        for container in missing:  # a directory from the cache would pass for a sound container
+            self._containers.evict(ContainerId(container))
         soundness = IntegrityChecker(self._containers, self._tenants(), self._fingerprinter(self._tenant))
         unsound = soundness.corrupt_chunks([*listed, *map(ContainerId, missing)])
         index.withdraw(unsound.chunks, unsound.segments, missing)
