@@ -64,7 +64,7 @@ def check_user_key(key: str) -> None:
 
 
 def is_listed_key(key: str, prefix: str) -> bool:
-    """Return whether a listing of `prefix` shows a key: reserved ones only if the prefix is reserved."""
+    """Return whether a listing shows a key: a reserved one only if `prefix` is reserved."""
     return not key.startswith(RESERVED_PREFIX) or prefix.startswith(RESERVED_PREFIX)
 
 

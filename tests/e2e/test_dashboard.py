@@ -371,7 +371,13 @@ def pipeline_page() -> str:
     }  # fmt: skip
     drawn, grid = charts.bars([("10:00", 5_000_000), ("10:01", 9_000_000)])
     visitor = Visitor("default", "tester", frozenset(("read", "write", "delete", "admin")), "csrf")
-    shown: dict[str, Any] = {"told": pipeline, "letters": [letter], "bars": drawn, "grid": grid, "workers": [worker]}
+    shown: dict[str, Any] = {
+        "activity": pipeline,
+        "letters": [letter],
+        "bars": drawn,
+        "grid": grid,
+        "workers": [worker],
+    }
     return bytes(rendering.page("pipeline.html", visitor, title="Pipeline", **shown).body).decode()
 
 

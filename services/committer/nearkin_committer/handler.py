@@ -533,22 +533,22 @@ def _assemble_content(blob: _Open, end: End) -> _VersionContent:
     runs, reached = blob.runs()
     if reached != end.segments:
         raise Corrupt(f"blob {blob.envelope.blob.hex()}: {reached} of {end.segments} segments arrived; put it again")
-    lengths = np.concatenate([np.zeros(0, np.uint32), *(run.lengths[told:] for run, told in runs)])
+    lengths = np.concatenate([np.zeros(0, np.uint32), *(run.lengths[reported:] for run, reported in runs)])
     logical_bytes = int(lengths.sum(dtype=np.uint64))
     if logical_bytes != end.size_bytes:
         raise Corrupt(
             f"blob {blob.envelope.blob.hex()}: {logical_bytes} of {end.size_bytes} bytes placed; put it again"
         )
-    ledger = sum((_share(run, told) for run, told in runs), Ledger())
-    known = np.concatenate([np.zeros(0, np.bool_), *(run.known[told:] for run, told in runs)])
-    segments = Locations.join([run.segments.take(slice(told, None)) for run, told in runs])
+    ledger = sum((_share(run, reported) for run, reported in runs), Ledger())
+    known = np.concatenate([np.zeros(0, np.bool_), *(run.known[reported:] for run, reported in runs)])
+    segments = Locations.join([run.segments.take(slice(reported, None)) for run, reported in runs])
     return _VersionContent(segments, known, lengths, replace(ledger, logical_bytes=logical_bytes))
 
 
-def _share(run: Placed, told: int) -> Ledger:
+def _share(run: Placed, reported: int) -> Ledger:
     """Return a run's ledger, less the share of the segments in earlier runs."""
-    left, whole = len(run.segments) - told, len(run.segments)
-    if not told:
+    left, whole = len(run.segments) - reported, len(run.segments)
+    if not reported:
         return run.ledger
     return Ledger(*(getattr(run.ledger, name) * left // whole for name in LEDGER_FIELDS))
 

@@ -145,8 +145,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
                         for name, scopes in entry.items()
                         for scope in scopes
                     ]
-                for status, told in operation["responses"].items():
+                for status, response in operation["responses"].items():
                     if int(status) >= 400:  # all our errors are problems, the framework's own included
-                        told["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemBody"}}}
+                        response["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemBody"}}}
         app.openapi_schema = schema
     return app.openapi_schema

@@ -111,12 +111,12 @@ class Plain:
             await self._app(scope, receive, send)
             return
 
-        async def told(message: Message) -> None:
+        async def send_observed(message: Message) -> None:
             if message["type"] == "lifespan.startup.failed" and self._gateway.failure is not None:
                 message = {**message, "message": "not started"}
             await send(message)
 
-        await self._app(scope, receive, told)
+        await self._app(scope, receive, send_observed)
 
 
 def make_server(settings: Settings, gateway: Gateway, ready: Callable[[str], None] | None = None) -> GatewayServer:

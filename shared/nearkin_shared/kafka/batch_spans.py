@@ -43,8 +43,8 @@ def trace_records(tracing: Tracing, stage: str, records: Sequence[Record]) -> It
         for group in found.values():
             some = [records[number] for number, _ in group]
             parents = [context for _, context in group]
-            told = _counts(some) | _about(some[0])
-            span = tracing.begin(stage, parents[0], "consumer", [batch.get_span_context(), *parents[1:]], told)
+            attributes = _counts(some) | _about(some[0])
+            span = tracing.begin(stage, parents[0], "consumer", [batch.get_span_context(), *parents[1:]], attributes)
             stack.enter_context(closing(tracing, span))
             context_sent = tracing.open(span)
             for number, _ in group:

@@ -293,7 +293,7 @@ def unavailable(settings: Settings, err: KafkaException) -> StoreUnavailable:
     return StoreUnavailable(f"kafka {settings.kafka.bootstrap_servers}: {reason}")
 
 
-def on_parts(settings: Settings, told: OnParts) -> OnParts:
+def on_parts(settings: Settings, callback: OnParts) -> OnParts:
     """Wrap a callback for assigned or revoked partitions.
 
     An uncaught error of the client in such a callback leaves `poll` as a bare KafkaError, which is no exception and
@@ -303,7 +303,7 @@ def on_parts(settings: Settings, told: OnParts) -> OnParts:
 
     def call(client: Consumer, parts: list[TopicPartition]) -> None:
         try:
-            told(client, parts)
+            callback(client, parts)
         except KafkaException as err:
             raise unavailable(settings, err) from err
 
@@ -381,8 +381,8 @@ class Outbox:
         while True:
             self._check()
             try:
-                told = partial(self._delivered, self.sent_messages)
-                self._producer.produce(full, value, key, headers=list(headers), on_delivery=told)
+                on_delivery = partial(self._delivered, self.sent_messages)
+                self._producer.produce(full, value, key, headers=list(headers), on_delivery=on_delivery)
             except BufferError as err:
                 if time.monotonic() > deadline:
                     raise StoreUnavailable(f"kafka: {full}: no room to send for {FLUSH_SECONDS_MAX:.0f} s") from err

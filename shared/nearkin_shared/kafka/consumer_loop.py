@@ -142,7 +142,9 @@ class Loop:
     def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
         """Work until `stop`. Raises RetryableError after a dependency was away for long."""
         try:
-            came, went, lost = (on_parts(self._settings, told) for told in (self._assigned, self._revoked, self._lost))
+            came, went, lost = (
+                on_parts(self._settings, callback) for callback in (self._assigned, self._revoked, self._lost)
+            )
             self._consumer.subscribe([self._topic], on_assign=came, on_revoke=went, on_lost=lost)
             while not stop.is_set():
                 self._pause(paused())

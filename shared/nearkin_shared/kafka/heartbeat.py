@@ -49,14 +49,14 @@ def report(
     name = f"{service}/{worker}"
     while True:
         state = "stopped" if stop.is_set() else "paused" if hot.settings.service.paused else "running"
-        told = word(service, worker, hot.revision, started, state)
+        report = word(service, worker, hot.revision, started, state)
         try:
-            outbox.send("workers", name.encode(), json.dumps(told).encode(), {})
+            outbox.send("workers", name.encode(), json.dumps(report).encode(), {})
             outbox.flush()
         except NearkinError as err:
             _log.warning("report: %s", err)
             outbox.close()
             outbox = Outbox(settings, f"{service}-{worker}-report", authenticator)
-        if stop.wait(REPORT_SECONDS) and told["state"] == "stopped":
+        if stop.wait(REPORT_SECONDS) and report["state"] == "stopped":
             outbox.close()
             return

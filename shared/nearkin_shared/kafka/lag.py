@@ -179,7 +179,7 @@ class Backlog:
         self._settings = settings
         self._asking: Consumer | None = None
         self._reader: LagReader | None = None
-        self._told: tuple[float, float] = (-math.inf, 0.0)
+        self._last_age: tuple[float, float] = (-math.inf, 0.0)
         """When the age was asked for, and what it was."""
         self._away_since = -math.inf
         """When Kafka was last asked in vain: it is not asked of each partition, which would take as long each time."""
@@ -206,7 +206,7 @@ class Backlog:
 
         Infinite if Kafka is unavailable.
         """
-        asked, age_seconds = self._told
+        asked, age_seconds = self._last_age
         if time.monotonic() - asked < BACKLOG_SECONDS:
             return age_seconds
         names = {group(self._settings, service) for service in services}
@@ -217,7 +217,7 @@ class Backlog:
         except (KafkaException, TimeoutError) as err:
             _log.warning("lag was not read: %s", str(err) or type(err).__name__)
             age_seconds = math.inf
-        self._told = time.monotonic(), age_seconds
+        self._last_age = time.monotonic(), age_seconds
         return age_seconds
 
     def close(self) -> None:

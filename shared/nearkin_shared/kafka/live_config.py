@@ -328,7 +328,7 @@ class LiveConfig:
         client = consumer(
             self._started, group(self._started, "config-readers"), "nearkin-config", **{"enable.partition.eof": True}
         )
-        told = None
+        reported = None
         try:
             client.assign([TopicPartition(full, 0, self._next_offset)])
             while not self._stop.is_set():
@@ -349,8 +349,8 @@ class LiveConfig:
                     client.assign([TopicPartition(full, 0, 0)])
                 elif is_final(problem):
                     raise KafkaException(problem)
-                elif problem.code() != told:
-                    told = problem.code()
+                elif problem.code() != reported:
+                    reported = problem.code()
                     _log.warning("%s: %s", full, problem.str())
         finally:
             client.close()

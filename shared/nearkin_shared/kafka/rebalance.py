@@ -67,13 +67,13 @@ class RebalanceTrigger:
         """Return whether a rebalance with another member has happened."""
         divided = threading.Event()
 
-        def told(client: Consumer, parts: list[TopicPartition]) -> None:
+        def on_assigned(client: Consumer, parts: list[TopicPartition]) -> None:
             client.incremental_assign(parts)
             divided.set()
 
         member = consumer(self._settings, self._group, "nearkin-second-round")
         try:
-            member.subscribe([topic(self._settings, "config")], on_assign=on_parts(self._settings, told))
+            member.subscribe([topic(self._settings, "config")], on_assign=on_parts(self._settings, on_assigned))
             for _ in range(round(JOIN_SECONDS / POLL_SECONDS)):
                 if divided.is_set() or self._over.is_set():
                     break

@@ -141,8 +141,8 @@ class Monitor:
     def livez(self, _request: Request) -> Response:
         """Say whether every loop goes on."""
         stalled = self.stalled_loops()
-        told = {name: f"no step for {seconds:.0f} s" for name, seconds in stalled.items()}
-        return _health("stalled", told)
+        details = {name: f"no step for {seconds:.0f} s" for name, seconds in stalled.items()}
+        return _health("stalled", details)
 
     async def readyz(self, _request: Request) -> Response:
         """Report readiness; waiting callers hold no thread that other responses need."""
@@ -155,7 +155,7 @@ class Monitor:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _health(bad: str, told: Mapping[str, str]) -> Response:
-    if told:
-        return JSONResponse({"status": bad, **told}, 503)
+def _health(bad: str, details: Mapping[str, str]) -> Response:
+    if details:
+        return JSONResponse({"status": bad, **details}, 503)
     return JSONResponse({"status": "ok"})

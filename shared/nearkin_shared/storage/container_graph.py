@@ -42,7 +42,7 @@ def reachable_containers(
 ) -> set[int]:
     """Return the containers that hold segments, their chunks, and the bases of these.
 
-    `directory_of` returns None for a container that cannot be read: what only it names is left out.
+    `directory_of` returns None for a container that cannot be read: containers that only this one names are left out.
     """
     reached: set[int] = set()
     for container, rows in group_by_container(segments.containers):

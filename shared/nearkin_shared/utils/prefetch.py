@@ -40,7 +40,7 @@ class _PrefetchQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self.asked: SimpleQueue[bool] = SimpleQueue()
-        self.told: SimpleQueue[Item | _End] = SimpleQueue()
+        self.results: SimpleQueue[Item | _End] = SimpleQueue()
         self.ended = threading.Event()
 
 
@@ -66,15 +66,15 @@ class PrefetchIterator(Generic[Item]):
         if self._closed:
             raise StopIteration
         try:
-            told = self._next()
+            received = self._next()
         except BaseException:
             self.close()
             raise
-        if not isinstance(told, _End):
-            return told
+        if not isinstance(received, _End):
+            return received
         self._closed = True
-        failure = told.failure
-        del told
+        failure = received.failure
+        del received
         if failure is None:
             raise StopIteration
         try:
@@ -88,7 +88,7 @@ class PrefetchIterator(Generic[Item]):
             self._begin()
         elif self._begun_by != os.getpid():
             raise RuntimeError("an iteration that began before a fork can be continued only by its own process")
-        result = self._line.told.get()
+        result = self._line.results.get()
         if self._closed:
             raise RuntimeError("the iterator was closed during the iteration")
         if not isinstance(result, _End):
@@ -123,7 +123,7 @@ def _make(making: Callable[[], AbstractContextManager[Iterator[Item]]], line: _P
         _run_producer(making, line)
     except BaseException as err:
         failure = err
-    line.told.put(_End(failure))
+    line.results.put(_End(failure))
     del failure
     line.ended.set()
 
@@ -132,7 +132,7 @@ def _run_producer(making: Callable[[], AbstractContextManager[Iterator[Item]]], 
     with making() as items:
         if line.asked.get():
             for item in items:
-                line.told.put(item)
+                line.results.put(item)
                 del item  # it is the reader's now, and goes with it
                 if not line.asked.get():
                     return

@@ -100,13 +100,13 @@ class ThreadPool:
         """
         self._begun = [one for one in self._begun if not one.done()]
         if self._threads is not None and len(self._begun) < self._count:
-            told, task = Future[Answer](), [work]
-            self._begun.append(told)
+            future, task = Future[Answer](), [work]
+            self._begun.append(future)
             with suppress(RuntimeError):  # no thread is to be had
-                self._threads.submit(_help, task, told)
-                return told.result
-            if not told.cancel():
-                return told.result
+                self._threads.submit(_help, task, future)
+                return future.result
+            if not future.cancel():
+                return future.result
             task.clear()
         answer = work()
         return lambda: answer
@@ -147,21 +147,21 @@ class ThreadPool:
         return [found[number] for number in range(len(parts))]
 
 
-def _help(task: list[Callable[[], Answer]], told: Future[Answer]) -> None:
+def _help(task: list[Callable[[], Answer]], future: Future[Answer]) -> None:
     """Execute a task, unless its future was cancelled.
 
     An executor that cannot start a thread raises, but keeps the task: an existing thread may still begin it at any
     time, or
     none ever does, so that the executor's error does not settle it.
     """
-    if not told.set_running_or_notify_cancel():
+    if not future.set_running_or_notify_cancel():
         return
     try:
         answer = task[0]()
     except BaseException as err:
-        told.set_exception(err)
+        future.set_exception(err)
     else:
-        told.set_result(answer)
+        future.set_result(answer)
 
 
 SERIAL = ThreadPool()

@@ -132,7 +132,7 @@ def test_another_tenants_blob_is_404(client: Maker) -> None:
         assert theirs.get(f"/v1/blobs/only/other{path}").status_code == 200
     assert mine.get("/v1/explain/only/other").status_code == 404
     assert mine.get("/v1/info/only/other").status_code == 404
-    assert {entry["key"] for entry in mine.get("/v1/blobs").json()["blobs"]} <= {"shared/name", "new", "told"}
+    assert {entry["key"] for entry in mine.get("/v1/blobs").json()["blobs"]} <= {"shared/name", "new", "shared-note"}
     assert [entry["key"] for entry in theirs.get("/v1/blobs").json()["blobs"]] == ["only/other", "shared/name"]
 
 
@@ -142,7 +142,7 @@ def test_embedded_store_accepts_its_tenant_only(client: Maker) -> None:
 
 
 def test_another_tenants_status_is_404(client: Maker) -> None:
-    result = client("default", "write").put("/v1/blobs/told", content=b"x").json()
+    result = client("default", "write").put("/v1/blobs/shared-note", content=b"x").json()
     assert client("default", "read").get(result["status"]).json()["state"] == "committed"
     assert client("other", "read").get(result["status"]).status_code == 404
 

@@ -218,7 +218,7 @@ def test_edit_during_worker_start_is_applied(sections: dict[str, dict[str, Any]]
         hot.stop()
 
 
-@pytest.mark.parametrize("fails", ["made", "polled", "told"])
+@pytest.mark.parametrize("fails", ["made", "polled", "delivered"])
 def test_changes_apply_after_topic_outage(
     sections: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
 ) -> None:
@@ -235,8 +235,8 @@ def test_changes_apply_after_topic_outage(
                 failures.append("polled")
                 raise KafkaException(KafkaError(KafkaError._STATE))
             found = super().poll(timeout)
-            if fails == "told" and failing.is_set() and len(failures) < 2:
-                failures.append("told")
+            if fails == "delivered" and failing.is_set() and len(failures) < 2:
+                failures.append("delivered")
                 return FatalMessage()
             return found
 

@@ -52,9 +52,9 @@ def test_key_file_may_have_comments_commas_and_empty_lines(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("text", ["", "# none\n", "this is not base64!", base64.b64encode(bytes(31)).decode(), "é"])
 def test_text_that_is_no_key_is_refused_unshown(text: str) -> None:
-    with pytest.raises(ConfigError, match="here") as told:
+    with pytest.raises(ConfigError, match="here") as raised:
         keys_in(text, "here")
-    assert len(text) < 8 or text not in str(told.value)
+    assert len(text) < 8 or text not in str(raised.value)
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o602])

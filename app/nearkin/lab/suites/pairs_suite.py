@@ -304,5 +304,5 @@ def _codec_table(record: MeasurementRecord) -> list[str]:
         start = cell(row.figures["start_ms"], 1) if _median(row, "start_ms") else "-"
         name = f"**{row.tool}**" if row.ours else row.tool
         lines.append(f"| {table_cell_name(row.corpus)} | {name} | {counts} | {ratios} | {speeds} | {start} |")
-    told = dict.fromkeys(f"- {row.tool}: {row.version}; {row.settings}" for row in rows)
-    return [*lines, "", *told]
+    tool_lines = dict.fromkeys(f"- {row.tool}: {row.version}; {row.settings}" for row in rows)
+    return [*lines, "", *tool_lines]

@@ -132,8 +132,8 @@ class NearkinEmbedded(Nearkin):
         if sync:
             write_out(self.folder)
         synced = time.perf_counter()
-        told = json.loads(answer)
-        return Cost(synced - started, synced - ended, told["cpu_seconds"], told["peak_bytes"])
+        report = json.loads(answer)
+        return Cost(synced - started, synced - ended, report["cpu_seconds"], report["peak_bytes"])
 
 
 OURS: Sequence[type[Nearkin]] = (Nearkin, NearkinEmbedded)
@@ -170,5 +170,9 @@ def as_set(base: type[Nearkin], config: Path | None) -> type[Nearkin]:
     of = [] if config is None else [f"settings of {config.name}"]
     of += [] if profile is None else [f"profile {profile}"]
     settings = base.settings.replace("default", ", ".join(of) or "default")
-    told = printable("; ".join([settings, *([", ".join(f"{n}={v}" for n, v in given.items())] if given else [])]))
-    return type(base.__name__, (base,), {"settings": told, "config": None if config is None else config.absolute()})
+    description = printable(
+        "; ".join([settings, *([", ".join(f"{n}={v}" for n, v in given.items())] if given else [])])
+    )
+    return type(
+        base.__name__, (base,), {"settings": description, "config": None if config is None else config.absolute()}
+    )

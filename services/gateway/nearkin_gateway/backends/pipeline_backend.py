@@ -122,11 +122,11 @@ class FleetGcControl:
     """GC runs of the maintenance services of a fleet, as recorded in Redis."""
 
     def __init__(self, index: RedisIndex) -> None:
-        self._told = GcStatusStore(index)
+        self._gc_status = GcStatusStore(index)
 
     def last_run(self) -> dict[str, object] | None:
         """Return the result of the last run, and the error of a later one; None before the first."""
-        last = self._told.last()
+        last = self._gc_status.last()
         if last is None:
             return None
         at = last.pop("failed_at", None) if "failure" in last else last.get("at")
@@ -136,7 +136,7 @@ class FleetGcControl:
 
     def request_run(self) -> None:
         """Request a GC run from the maintenance services."""
-        self._told.request_run()
+        self._gc_status.request_run()
 
 
 def _connect(settings: Settings) -> tuple[ObjectStore, descriptor.Descriptor, RedisIndex]:

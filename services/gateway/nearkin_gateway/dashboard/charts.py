@@ -17,7 +17,7 @@ WIDTH, HEIGHT = 720, 240
 LEFT, RIGHT, TOP, BOTTOM = 104, 12, 12, 34
 TICKS_MAX = 5
 STRIP_WIDTH, STRIP_BINS_MAX = 960, 240
-"""4 px a bin: thinner ones cannot be told apart or pointed at."""
+"""4 px a bin: thinner ones cannot be summary apart or pointed at."""
 KINDS = ("zero", "duplicate", "delta", "raw")
 
 
@@ -193,8 +193,8 @@ def _column(number: int, width: float, shares: dict[str, int], size_bytes: int, 
             pieces.append(Piece(kind, round(number * width, 2), round(width, 2), round(top, 2), round(height, 2)))
             top += height
     begins, ends = number * size_bytes // bins, (number + 1) * size_bytes // bins
-    told = ", ".join(f"{shares[kind] / whole:.0%} {kind}" for kind in KINDS if shares[kind])
-    return Column(f"{human_bytes(begins)} to {human_bytes(ends)}: {told}", pieces)
+    summary = ", ".join(f"{shares[kind] / whole:.0%} {kind}" for kind in KINDS if shares[kind])
+    return Column(f"{human_bytes(begins)} to {human_bytes(ends)}: {summary}", pieces)
 
 
 def _ticks(least: int, most: int) -> list[int]:

@@ -317,12 +317,13 @@ async def blob(request: Request, gateway: Gateway, visitor: Visitor) -> Response
 @_page("/ui/pipeline", "operator")
 async def pipeline(request: Request, gateway: Gateway, visitor: Visitor) -> Response:
     """Show what goes through, what waits, what failed, and dead letters."""
-    told = await pipeline_json(gateway)
+    activity = await pipeline_json(gateway)
     letters = await letters_json(gateway)
-    drawn, grid = charts.bars([(minute["minute"][11:16], minute["logical_bytes"]) for minute in told["minutes"]])
+    drawn, grid = charts.bars([(minute["minute"][11:16], minute["logical_bytes"]) for minute in activity["minutes"]])
     workers = [] if gateway.workers is None else gateway.workers.workers()
     return page(
-        "pipeline.html", visitor, title="Pipeline", told=told, letters=letters["letters"], bars=drawn, grid=grid,
+        "pipeline.html", visitor, title="Pipeline", activity=activity, letters=letters["letters"], bars=drawn,
+        grid=grid,
         workers=workers,
     )  # fmt: skip
 

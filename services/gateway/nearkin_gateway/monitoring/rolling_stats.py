@@ -49,8 +49,8 @@ class RollingStats:
             minute.stored_bytes += _count(ledger.get("stored_bytes"))
         else:
             minute.failed += 1
-            told = {name: str(event.get(name) or "")[:TEXT_CHARACTERS_MAX] for name in ("tenant", "key", "failure")}
-            self._failures.append({"time": _text(number), **told})
+            details = {name: str(event.get(name) or "")[:TEXT_CHARACTERS_MAX] for name in ("tenant", "key", "failure")}
+            self._failures.append({"time": _text(number), **details})
         for old in [number for number in self._minutes if number <= now - MINUTES_MAX]:
             del self._minutes[old]
 

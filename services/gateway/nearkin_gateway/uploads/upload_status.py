@@ -95,12 +95,12 @@ class UploadStatuses:
         A later `committed` replaces `failed`: the log was read again, and the version exists.
         """
         number, origin = str(event["id"]), str(event["origin"])
-        told = self._events.get(number)
+        earlier = self._events.get(number)
         committed = event["state"] == "committed"
-        if told is None or (committed and json.loads(told)["state"] != "committed"):
+        if earlier is None or (committed and json.loads(earlier)["state"] != "committed"):
             kept = json.dumps(event).encode() if text is None else text
             self._events[number] = kept
-            self._bytes += len(kept) + ENTRY_BYTES - (0 if told is None else len(told) + ENTRY_BYTES)
+            self._bytes += len(kept) + ENTRY_BYTES - (0 if earlier is None else len(earlier) + ENTRY_BYTES)
             self.minutes.add(event)
             if committed:
                 self._origins.setdefault(origin, number)

@@ -3,11 +3,11 @@
 import { call, keyPath, say, visible } from "./api.js";
 import { refresh } from "./live.js";
 
-async function act(button, told, work) {
+async function act(button, message, work) {
   button.disabled = true;
   try {
     await work();
-    if (told) say(told);
+    if (message) say(message);
     return true;
   } catch (error) {
     say(error.message, true);
@@ -59,10 +59,10 @@ async function bringBack(button) {
   }
 }
 
-async function callForLetter(button, letter, action, told) {
+async function callForLetter(button, letter, action, message) {
   const body = JSON.stringify({ letters: [letter] });
   const headers = { "Content-Type": "application/json" };
-  if (await act(button, told, () => call("POST", `/v1/dead/${action}`, { body, headers }))) {
+  if (await act(button, message, () => call("POST", `/v1/dead/${action}`, { body, headers }))) {
     button.blur();
     await refresh();
   }

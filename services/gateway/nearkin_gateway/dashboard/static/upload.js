@@ -76,9 +76,9 @@ class Upload {
     this.bar.max = Math.max(1, file.size);
     this.bar.value = 0;
     this.bar.setAttribute("aria-label", `Upload of ${visible(key)}`);
-    this.told = document.createElement("p");
-    this.told.className = "told note";
-    this.row.append(name, this.size, this.bar, this.told);
+    this.status = document.createElement("p");
+    this.status.className = "upload-status note";
+    this.row.append(name, this.size, this.bar, this.status);
     list.prepend(this.row);
   }
 
@@ -90,14 +90,14 @@ class Upload {
       this.bar.value = this.bar.max;
       this.size.textContent = human(this.file.size);
       const added = outcome.ledger?.stored_bytes;
-      this.told.textContent =
+      this.status.textContent =
         `version ${outcome.version} is committed` + (added === undefined ? "" : `; it added ${human(added)} to the store`);
       say(`${this.key}: version ${outcome.version} is committed.`);
       refresh().catch(() => {});
     } catch (error) {
       this.size.textContent = "failed";
-      this.told.className = "told problem";
-      this.told.textContent = error.message;
+      this.status.className = "upload-status problem";
+      this.status.textContent = error.message;
       say(`${this.key}: ${error.message}`, true);
     }
   }
