@@ -260,7 +260,7 @@ class Store(MaintainedStore):
         Raises BadInput (a path does not exist, a pattern does not parse), and what `put` raises.
         """
         from nearkin.trees.backup_walk import BackupCounts, BackupOptions
-        from nearkin.trees.parent_tree import is_sound
+        from nearkin.trees.parent_tree import check_sound
         from nearkin.trees.store_backup import CHECKPOINT_REASON, TreeStore, back_up
 
         self._check_writable("backup")
@@ -270,7 +270,7 @@ class Store(MaintainedStore):
             self._range,
             self._put_tree,
             lambda name: self.delete(name, reason=CHECKPOINT_REASON),
-            partial(is_sound, self._containers, self._quarantine),
+            partial(check_sound, self._containers, self._quarantine),
             (self.root, self._index.folder),
         )
         return back_up(access, key, paths, options or BackupOptions(), counts or BackupCounts())

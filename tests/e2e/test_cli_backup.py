@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shutil
 import socket
@@ -16,7 +15,14 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from tests.support.checks.commands import InProcess, assert_refused, command, environment, new_store, run
+from tests.support.checks.commands import (
+    InProcess,
+    assert_refused,
+    drawn_on_terminal,
+    environment,
+    new_store,
+    run,
+)
 
 
 @pytest.fixture
@@ -174,19 +180,7 @@ def test_backup_dry_run_stores_nothing(home: Path, store: Path, call: InProcess)
 
 
 def test_backup_draws_files_and_bytes_on_a_terminal(store: Path, home: Path) -> None:
-    controller, terminal = pty.openpty()
-    arguments = command("--store", store, "backup", "home", home)
-    with subprocess.Popen(arguments, stderr=terminal, stdout=subprocess.DEVNULL, env=environment()) as child:
-        os.close(terminal)
-        drawn = b""
-        try:
-            while piece := os.read(controller, 4096):
-                drawn += piece
-        except OSError:  # Linux reports the closed terminal as EIO
-            pass
-        assert child.wait(60) == 0
-    os.close(controller)
-    assert b"backup: 3 files" in drawn
+    assert b"backup: 3 files" in drawn_on_terminal("--store", store, "backup", "home", home)
 
 
 def test_backup_help_has_examples(store: Path, home: Path) -> None:

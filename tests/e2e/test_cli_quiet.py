@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from nearkin import open_store
-from tests.support.checks.commands import InProcess, command, environment
+from tests.support.checks.commands import InProcess, drawn_on_terminal
 
 
 @pytest.fixture
@@ -65,16 +63,4 @@ def test_quiet_still_prints_requested_output(root: Path, call: InProcess) -> Non
 def test_quiet_draws_no_progress_on_a_terminal(root: Path, tmp_path: Path, flags: list[str], drawn: bool) -> None:
     """On a terminal a put draws a progress bar, with --quiet none."""
     (tmp_path / "data").write_bytes(os.urandom(3_000_000))
-    controller, terminal = pty.openpty()
-    arguments = command("--store", root, *flags, "put", "data", tmp_path / "data")
-    with subprocess.Popen(arguments, stderr=terminal, stdout=subprocess.DEVNULL, env=environment()) as child:
-        os.close(terminal)
-        output = b""
-        try:
-            while piece := os.read(controller, 4096):
-                output += piece
-        except OSError:  # Linux reports the closed terminal as EIO
-            pass
-        assert child.wait(60) == 0
-    os.close(controller)
-    assert (b"put" in output) == drawn
+    assert (b"put" in drawn_on_terminal("--store", root, *flags, "put", "data", tmp_path / "data")) == drawn

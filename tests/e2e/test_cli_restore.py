@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin_shared.errors import Corrupt
-from tests.support.checks.commands import InProcess, assert_refused, command, environment
+from tests.support.checks.commands import InProcess, assert_refused, drawn_on_terminal, environment
 
 
 @pytest.fixture(scope="module")
@@ -167,16 +166,4 @@ def test_restore_of_a_damaged_store_is_refused(store: Path, tmp_path: Path, call
 
 
 def test_restore_draws_a_bar_on_a_terminal(store: Path, tmp_path: Path) -> None:
-    controller, terminal = pty.openpty()
-    arguments = command("--store", store, "restore", "home", "-o", tmp_path / "t")
-    with subprocess.Popen(arguments, stderr=terminal, stdout=subprocess.DEVNULL, env=environment()) as child:
-        os.close(terminal)
-        drawn = b""
-        try:
-            while piece := os.read(controller, 4096):
-                drawn += piece
-        except OSError:  # Linux reports the closed terminal as EIO
-            pass
-        assert child.wait(60) == 0
-    os.close(controller)
-    assert b"restore: 2 files" in drawn
+    assert b"restore: 2 files" in drawn_on_terminal("--store", store, "restore", "home", "-o", tmp_path / "t")

@@ -104,7 +104,9 @@ def test_ls_json_has_every_attribute(store: Path, call: InProcess) -> None:
     assert (entries["/sparse"]["size_bytes"], entries["/sparse"]["data_bytes"] < 1 << 20) == (3 << 20, True)
     assert (entries["/etc/link"]["kind"], entries["/etc/link"]["target"]) == ("symlink", "fstab")
     assert (entries["/etc/hard"]["kind"], entries["/etc/hard"]["target"]) == ("hard link", "/a.txt")
-    assert os.fsencode(next(path for path in entries if "caf" in path)) == b"/etc/caf\xe9\x1b"
+    other = next(entry for path, entry in entries.items() if "caf" in path)
+    assert (other["path"], bytes.fromhex(other["path_hex"])) == ("/etc/caf\\xe9\x1b", b"/etc/caf\xe9\x1b")
+    assert "path_hex" not in fstab
     assert call.answer("--store", store, "ls", "home:/kind") == []
 
 

@@ -88,6 +88,7 @@ def test_backup_killed_many_times_is_completed(source: Path, tmp_path: Path) -> 
     with open_store(tmp_path / "store") as store:
         first = store.backup("home", [source])
         assert first.is_complete
+        assert first.counts.reused_bytes >= 10_000_000, "a later checkpoint does not continue an earlier one"
         assert store.verify().damage == ()
         assert store.restore("home", tmp_path / "target").is_complete
     subprocess.run(["diff", "-r", source, tmp_path / "target"], check=True)

@@ -97,13 +97,11 @@ class _Totals:
 
 
 def _change_json(change: TreeChange, before: TreeSummary, after: TreeSummary) -> dict[str, object]:
-    import os
-
-    from nearkin.cli.tree_output import entry_json
+    from nearkin.cli.tree_output import entry_json, path_json
 
     return {
         "change": _NAMES[change.kind],
-        "path": f"/{os.fsdecode(change.path)}",
+        **path_json(b"/" + change.path),
         "before": None if change.before is None else entry_json(change.before, before),
         "after": None if change.after is None else entry_json(change.after, after),
     }

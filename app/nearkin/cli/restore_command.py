@@ -182,7 +182,7 @@ def _report(session: Session, found: ResolvedLocation, target: Path, counts: Res
     from nearkin_shared.savings_table import human_bytes, plural
     from nearkin_shared.utils.terminal import printable
 
-    code = ExitCode.DONE if counts.is_complete else ExitCode.INCOMPLETE
+    code = ExitCode.DONE if counts.is_complete else ExitCode.DAMAGED if counts.damaged else ExitCode.INCOMPLETE
     failures = [problem for problem in counts.problems if not problem.is_attribute]
     if session.as_json:
         print_json(
@@ -196,6 +196,7 @@ def _report(session: Session, found: ResolvedLocation, target: Path, counts: Res
                 "deleted": counts.deleted,
                 "written_bytes": counts.written_bytes,
                 "failed": counts.failed,
+                "damaged": counts.damaged,
                 "unset": dict(sorted(counts.unset.items())),
                 "problems": problems_json(failures),
                 "seconds": seconds,

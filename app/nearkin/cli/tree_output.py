@@ -1,7 +1,7 @@
 r"""Print entries of trees, and problems with them.
 
 Paths are bytes. For people everything that a terminal might act on is escaped; JSON, as in other commands, has
-bytes that are not UTF-8 as `\xff`: a lone surrogate is refused by most readers.
+bytes that are not UTF-8 as `\xff`, and the path itself in a second field, hexadecimal.
 """
 
 from __future__ import annotations
@@ -86,13 +86,23 @@ def format_mtime(nanoseconds: int, *, fraction: bool = False) -> str:
     return f"{moment:%Y-%m-%dT%H:%M:%S}{f'.{rest:09}' if fraction else ''}Z"
 
 
+def path_json(path: bytes, name: str = "path") -> dict[str, object]:
+    """Convert a path to the field `name`; one that is not UTF-8 also to `name`_hex."""
+    shown: dict[str, object] = {name: os.fsdecode(path)}
+    try:
+        path.decode()
+    except UnicodeDecodeError:
+        shown[f"{name}_hex"] = path.hex()
+    return shown
+
+
 def entry_json(entry: TreeEntry, summary: TreeSummary) -> dict[str, object]:
     """Convert an entry to JSON.
 
     `path` counts from the root of the tree; values of extended attributes are hexadecimal.
     """
     found: dict[str, object] = {
-        "path": f"/{os.fsdecode(entry.path)}",
+        **path_json(b"/" + entry.path),
         "kind": KIND_NAMES[EntryKind(entry.kind)],
         "mode": f"{entry.mode:04o}",
         "uid": entry.uid,
@@ -110,9 +120,9 @@ def entry_json(entry: TreeEntry, summary: TreeSummary) -> dict[str, object]:
     if entry.kind in _DEVICES:
         found["device"] = [os.major(entry.size), os.minor(entry.size)]
     if entry.kind == EntryKind.SYMLINK:
-        found["target"] = os.fsdecode(entry.target)
+        found |= path_json(entry.target, "target")
     if entry.kind == EntryKind.HARD_LINK:
-        found["target"] = f"/{os.fsdecode(entry.target)}"
+        found |= path_json(b"/" + entry.target, "target")
     if entry.xattrs:
         found["xattrs"] = {os.fsdecode(name): value.hex() for name, value in entry.xattrs}
     flags = [name for bit, name in _FLAG_NAMES.items() if entry.flags & bit]

@@ -48,20 +48,19 @@ class FoundEntry(NamedTuple):
     placed: PlacedEntry
 
 
-def is_sound(containers: ContainerStore, quarantine: Quarantine, manifest: Manifest) -> bool:
-    """Return whether no container of a version is missing, and the store has no quarantined data.
+def check_sound(containers: ContainerStore, quarantine: Quarantine, manifest: Manifest) -> None:
+    """Raise Corrupt if a container of a version is missing, or any data are quarantined.
 
-    A backup takes over no segment of another version: its files are read, and stored again where that heals them.
-    Raises StoreUnavailable, and Corrupt for a container that cannot be read.
+    Of a version that is not sound nothing is taken over: the files are read, which repairs their chunks. Raises
+    StoreUnavailable.
     """
     if quarantine.read():
-        return False
-    needed = reachable_containers(
-        manifest.segments,
-        containers.directory,
-        lambda container: containers.directory(ContainerId(container)).base_containers(),
-    )
-    return needed <= {int(container) for container, _ in containers.ids()}
+        raise Corrupt("the store has quarantined data; run `nearkin verify`")
+
+    def bases_of(container: int) -> list[int]:
+        return containers.directory(ContainerId(container)).base_containers()
+
+    reachable_containers(manifest.segments, containers.directory, bases_of)  # reads the directory of each
 
 
 class OrderedEntries(Generic[EntryT]):
@@ -93,7 +92,7 @@ def keyed_entries(reader: TreeReader, first: EntryKey | None = None) -> Iterator
 
 
 def parent_entries(parents: Sequence[ParentTree]) -> Iterator[tuple[EntryKey, FoundEntry]]:
-    """Yield the entries of several trees; of each those behind the last entry of the one before.
+    """Yield the entries of several trees, of each those behind the end of the one before.
 
     A parent whose entries are damaged ends there: files behind the damage are read.
     """

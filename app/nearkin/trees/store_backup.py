@@ -55,8 +55,8 @@ class TreeStore(NamedTuple):
     """Opens a range of a version."""
     put: Callable[[str, TreeBackup, dict[str, str]], PutResult]
     delete: Callable[[str], int]
-    is_sound: Callable[[Manifest], bool]
-    """Returns whether no chunk of a version is known to be missing or damaged. Raises Corrupt, StoreUnavailable."""
+    check_sound: Callable[[Manifest], None]
+    """Raises Corrupt if a chunk of a version is known to be missing or damaged, StoreUnavailable."""
     folders: Sequence[Path]
     """Folders that the store writes, which a backup leaves out."""
 
@@ -111,14 +111,13 @@ def _parent(store: TreeStore, key: str) -> ParentTree | None:
         manifest = store.newest(key)
         if not manifest.is_tree:
             return None
-        if not store.is_sound(manifest):
-            _log.warning(
-                "%r version %d: chunks of it are missing or damaged: all files are read", key, manifest.version
-            )
-            return None
+        store.check_sound(manifest)
         reader = TreeReader.open(
             read_range, manifest.size_bytes, f"{key!r} version {manifest.version}", manifest.blake3
         )
-    except (NotFound, Corrupt):
+    except NotFound:
+        return None
+    except Corrupt as err:
+        _log.warning("%r: its newest version is damaged, all files are read: %s", key, err)
         return None
     return ParentTree(reader, manifest, read_range)

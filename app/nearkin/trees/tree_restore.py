@@ -81,6 +81,8 @@ class RestoreCounts:
     problems: list[RestoreProblem] = field(default_factory=list)
     failed: int = 0
     """Entries that are missing or incomplete."""
+    damaged: int = 0
+    """Those of them whose stored content is damaged."""
     unset: Counter[str] = field(default_factory=Counter)
     """Attributes that this user or file system could not set, by kind: owner, mode, time, and names of attributes."""
 
@@ -161,6 +163,7 @@ class TreeRestore:
                 self._fail(entry, err)
             except Corrupt as err:  # of this file: others may be sound
                 self._contents.close()
+                self.counts.damaged += 1
                 self._fail(entry, err)
         self._close_folder()
         for entry in reversed(self._restored_folders):

@@ -167,7 +167,10 @@ class TreeWriter:
         return tree_digest(end)
 
     def _end(self, unread: int) -> bytes:
-        """Return index and footer. All contents are written: a tree whose parts do not fit is never committed."""
+        """Return index and footer.
+
+        All contents are written: a tree whose entries and contents differ in size is never committed.
+        """
         content_bytes = sum([group.content_bytes for group in self._groups])
         if content_bytes != self._sink.size_bytes:
             raise AssertionError(f"entries of {content_bytes} bytes, {self._sink.size_bytes} were written")

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 import nearkin.trees.backup
-from nearkin.store import open_store
+from nearkin.store import Store, open_store
 from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
 from nearkin.trees.exclusions import ExclusionOptions
 from nearkin.trees.tree_restore import Overwrite, RestoreOptions
 from nearkin_shared.errors import BadInput, Corrupt, NotFound
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
+from tests.support.data.stores import SMALL, settings
 
 IS_ROOT = os.geteuid() == 0
 
@@ -246,7 +247,23 @@ def test_restore_writes_nothing_through_a_symlink(tmp_path: Path) -> None:
     assert (target / "sub" / "file").read_bytes() == b"stored"
 
 
-def test_a_blob_is_not_read_as_a_tree(tmp_path: Path) -> None:
+def test_restore_refuses_a_symlink_in_its_path(tmp_path: Path) -> None:
+    """A folder that is not restored itself, and is a symlink in the target, is not entered."""
+    folder, target, outside = tmp_path / "source", tmp_path / "target", tmp_path / "outside"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "file").write_bytes(b"stored")
+    target.mkdir()
+    outside.mkdir()
+    (target / "sub").symlink_to(outside)
+    options = RestoreOptions(accepts=lambda entry: entry.name == b"file")
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        counts = store.restore("home", target, options=options)
+    assert counts.failed == 1
+    assert list(outside.iterdir()) == []
+
+
+def test_blob_is_not_read_as_a_tree(tmp_path: Path) -> None:
     with open_store(tmp_path / "store", create=True) as store:
         store.put("blob", b"x" * 1000)
         with pytest.raises(Corrupt, match="is not a tree"):
@@ -257,33 +274,60 @@ def test_a_blob_is_not_read_as_a_tree(tmp_path: Path) -> None:
             store.backup(".nearkin/x", [tmp_path])
 
 
-@pytest.mark.parametrize("damage", ["lost", "quarantined"])
+def test_checkpoint_restores_all_that_was_stored_before_it(tmp_path: Path) -> None:
+    """A checkpoint has the spliced segments and the fresh ones, in order (I2)."""
+    folder = tmp_path / "source"
+    for number in range(40):
+        path = folder / f"{number // 10}" / f"{number:02}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(300_000))
+    _age(folder)
+    with open_store(tmp_path / "store", create=True) as store, pytest.MonkeyPatch.context() as patch:
+        store.backup("home", [folder])
+        for number in range(0, 40, 3):
+            (folder / f"{number // 10}" / f"{number:02}").write_bytes(os.urandom(200_000))
+        patch.setattr(nearkin.trees.backup, "CHECKPOINT_BYTES_MIN", 1)
+        patch.setattr(Store, "delete", lambda *_, **__: 0)
+        result = store.backup("home", [folder])
+        (checkpoint,) = store.versions(".nearkin/")
+        counts = store.restore(checkpoint.key, tmp_path / "target")
+    assert result.counts.reused_bytes == 26 * 300_000
+    assert counts.is_complete
+    assert counts.files == 40
+    subprocess.run(["diff", "-r", folder, tmp_path / "target"], check=True)
+
+
+@pytest.mark.parametrize("damage", ["lost", "lost while open", "quarantined"])
 def test_backup_reads_files_again_whose_chunks_are_damaged(damage: str, tmp_path: Path) -> None:
     """An unchanged file is not taken over from a container that is missing or quarantined (I2)."""
     folder = tmp_path / "source"
     folder.mkdir()
-    for number in range(20):
-        (folder / f"{number}").write_bytes(os.urandom(50_000))
+    for number in range(20):  # the entries are in another container than the first contents
+        (folder / f"{number}").write_bytes(os.urandom(500_000))
     _age(folder)
-    with open_store(tmp_path / "store", create=True) as store:
+    with open_store(tmp_path / "store", settings=settings(SMALL), create=True) as store:
         store.backup("home", [folder])
-    container = container_files(tmp_path / "store")[0]
+        container = container_files(tmp_path / "store")[0]
+        assert len(container_files(tmp_path / "store")) > 2
+        if damage == "lost while open":  # directories are cached
+            container.unlink()
+            assert store.backup("home", [folder]).counts.reused_bytes == 0
     if damage == "lost":
         container.unlink()
-    else:
+    elif damage == "quarantined":
         content = bytearray(container.read_bytes())
         content[len(content) // 3] ^= 1
         container.chmod(0o600)
         container.write_bytes(content)
-    with open_store(tmp_path / "store") as store:
+    with open_store(tmp_path / "store", settings=settings(SMALL)) as store:
         if damage == "quarantined":
             assert store.verify().damage
         second = store.backup("home", [folder])
         third = store.backup("home", [folder])
         assert second.put is not None
         assert third.put is not None
-        assert second.counts.reused_bytes == 0
-        assert third.counts.reused_bytes == 1_000_000
+        assert second.counts.reused_bytes == (10_000_000 if damage == "lost while open" else 0)
+        assert third.counts.reused_bytes == 10_000_000
         for version in (second.put.info.version, third.put.info.version):
             target = tmp_path / f"target {version}"
             assert store.restore("home", target, version=version).is_complete
@@ -330,6 +374,7 @@ def test_restore_goes_on_after_a_damaged_file(tmp_path: Path) -> None:
         counts = store.restore("home", tmp_path / "target")
     restored = sorted(os.listdir(tmp_path / "target"))
     assert 0 < counts.failed < 200
+    assert counts.damaged == counts.failed
     assert len(restored) == 200 - counts.failed
     for name in restored:
         assert (tmp_path / "target" / name).read_bytes() == (folder / name).read_bytes()

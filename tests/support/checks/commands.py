@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import random
 import subprocess
 import sys
@@ -36,6 +37,22 @@ def environment(more: dict[str, str] | None = None) -> dict[str, str]:
 def command(*arguments: str | bytes | Path) -> list[str | bytes | Path]:
     """Return the arguments that start the command in a process of its own."""
     return [sys.executable, "-m", "nearkin.cli", *arguments]
+
+
+def drawn_on_terminal(*arguments: str | bytes | Path) -> bytes:
+    """Run the command with a terminal as stderr, to its success; return what it drew there."""
+    controller, terminal = pty.openpty()
+    with subprocess.Popen(command(*arguments), stderr=terminal, stdout=subprocess.DEVNULL, env=environment()) as child:
+        os.close(terminal)
+        drawn = b""
+        try:
+            while piece := os.read(controller, 4096):
+                drawn += piece
+        except OSError:  # Linux reports the closed terminal as EIO
+            pass
+        assert child.wait(60) == 0
+    os.close(controller)
+    return drawn
 
 
 def run(
