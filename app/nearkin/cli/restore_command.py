@@ -66,7 +66,8 @@ def restore(
     nearkin restore home -o /tmp/some --include '*.tex' --include '/kim/mail/'
 
     --overwrite always replaces existing files, if-changed keeps those of the same size and mtime, never keeps all.
-    Patterns are those of .gitignore files, relative to the root of the tree.
+    Patterns are those of .gitignore files, relative to the root of the tree. Folders that lead to a match are restored
+    with their own modes, owners and times.
 
     Owners, modes, times, extended attributes, ACLs, devices and holes are restored. Attributes that this user or file
     system cannot set are counted by kind on stderr, and the exit code is 3; so it is if an entry cannot be written.

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from blake3 import blake3
 
 from nearkin.trees.attributes import descriptor_path, read_xattrs
-from nearkin_shared.errors import BadInput, Corrupt, NoRoom, StoreUnavailable
+from nearkin_shared.errors import BadInput, Corrupt, NoRoom, NotFound, StoreUnavailable
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryFlag, EntryKind, TreeEntry
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
@@ -55,7 +55,7 @@ class RestoreOptions(NamedTuple):
     delete: bool = False
     """Delete what restored folders contain besides."""
     accepts: Callable[[TreeEntry], bool] | None = None
-    """Restores only the entries for which it returns true, and the folders that lead to them."""
+    """Restores only the entries for which it returns true, and the folders that lead to them, with their attributes."""
 
 
 class RestoreProblem(NamedTuple):
@@ -115,6 +115,9 @@ class TreeRestore:
         self._linked: dict[bytes, bytes] = {}
         """Paths at which the content of a hard link's target is, where the target itself is not restored."""
         self._restored_folders: list[TreeEntry] = []
+        """Folders whose attributes are set at the end, each after those that contain it."""
+        self._known_folders: set[bytes] = set()
+        """Their paths, if only some entries are restored."""
         self._names: set[bytes] = set()
 
     def run(self, path: bytes = b"") -> RestoreCounts:
@@ -154,6 +157,8 @@ class TreeRestore:
             except OSError as err:
                 self._fail(entry, err)
                 continue
+            if accepts is not None:
+                self._add_parents(entry.folder)
             self._names.add(entry.name)
             try:
                 self._restore(placed, descriptor)
@@ -205,6 +210,17 @@ class TreeRestore:
                 os.close(descriptor)
             descriptor = below
         return descriptor
+
+    def _add_parents(self, folder: bytes) -> None:
+        """Note the folders that lead to an accepted entry, so that they get their attributes too."""
+        missing = list[bytes]()
+        while folder and folder != self._base and folder not in self._known_folders:
+            missing.append(folder)
+            folder = folder.rpartition(b"/")[0]
+        for path in reversed(missing):
+            self._known_folders.add(path)
+            with suppress(NotFound):  # a tree may lack entries of folders above its paths
+                self._restored_folders.append(self._reader.find(path).entry)
 
     def _close_folder(self) -> None:
         """Close the folder in progress; with `delete`, delete what else it contains."""
@@ -313,6 +329,8 @@ class TreeRestore:
         elif exists.st_mode & 0o700 != 0o700:
             os.chmod(entry.name, stat.S_IMODE(exists.st_mode) | 0o700, dir_fd=folder)
         self._restored_folders.append(entry)
+        if self._options.accepts is not None:
+            self._known_folders.add(entry.path)
         self.counts.folders += 1
 
     def _restore_file(self, placed: PlacedEntry, folder: int, *, replaces: bool) -> None:

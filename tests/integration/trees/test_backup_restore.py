@@ -263,6 +263,34 @@ def test_restore_refuses_a_symlink_in_its_path(tmp_path: Path) -> None:
     assert list(outside.iterdir()) == []
 
 
+def test_folders_that_lead_to_a_match_get_their_attributes(tmp_path: Path) -> None:
+    """Modes, owners and times are those of the tree, also where the mode forbids its owner to enter."""
+    folder, target = tmp_path / "source", tmp_path / "target"
+    (folder / "a" / "b" / "c").mkdir(parents=True)
+    (folder / "a" / "other").mkdir()
+    for name in ("a/b/c/match", "a/match", "a/b/c/other"):
+        (folder / name).write_bytes(b"x")
+    os.setxattr(folder / "a", "user.note", b"1")
+    for number, name in enumerate(("a/b/c", "a/b", "a")):
+        (folder / name).chmod((0o711, 0o500, 0o2755)[number])
+        if IS_ROOT:
+            os.chown(folder / name, 10 + number, 20 + number)
+        os.utime(folder / name, ns=(number + 1, 10**18 + number))
+    options = RestoreOptions(accepts=lambda entry: entry.name in (b"match", b"b"))
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        counts = store.restore("home", target, options=options)
+        part = store.restore("home", tmp_path / "part", path=b"a", options=options)
+    assert (counts.is_complete, counts.files, counts.folders) == (True, 2, 1)
+    assert (part.is_complete, part.files) == (True, 2)
+    (folder / "a" / "b" / "c" / "other").unlink()
+    (folder / "a" / "other").rmdir()
+    for number, name in enumerate(("a/b/c", "a/b", "a")):
+        os.utime(folder / name, ns=(number + 1, 10**18 + number))
+    assert rsync_differences(folder, target) == ""
+    assert rsync_differences(folder / "a" / "b", tmp_path / "part" / "b") == ""
+
+
 def test_blob_is_not_read_as_a_tree(tmp_path: Path) -> None:
     with open_store(tmp_path / "store", create=True) as store:
         store.put("blob", b"x" * 1000)
