@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import field
 from datetime import datetime
@@ -61,22 +61,17 @@ from nearkin_shared.validation import (
     check_bound,
     check_key,
     check_prefix,
-    check_user_key,
     check_version,
     is_listed_key,
 )
 
 if TYPE_CHECKING:
     from nearkin.salvage import SalvagedBlob
-    from nearkin.trees.backup_walk import BackupCounts, BackupOptions
-    from nearkin.trees.store_backup import BackupResult
-    from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
     from nearkin_shared.formats.tombstone import Mark
     from nearkin_shared.index.catalog import CatalogEntry
-    from nearkin_shared.reading.tree_reader import TreeReader
 
 from nearkin.store_folder import check_only_store_files, has_store, store_path
-from nearkin.store_maintenance import MaintainedStore
+from nearkin.store_trees import TreeStorage
 
 __all__ = ["Item", "Progress", "Source", "Store", "create_store", "open_store"]
 
@@ -183,7 +178,7 @@ def _create(root: Path, settings: Settings, fingerprint_bits: int, clock: Callab
     return Store(root, objects, covered, found, ChunkingGuard(covered, settings), clock)
 
 
-class Store(MaintainedStore):
+class Store(TreeStorage):
     """An open store: one writer, any number of readers.
 
     The first write takes the lock, `close` releases it. In a forked process the store is open too, without the lock
@@ -243,81 +238,9 @@ class Store(MaintainedStore):
         self._chunking.prepare_put()
         return self._puts.put(((item if isinstance(item, Item) else Item(*item)).as_put() for item in items), progress)
 
-    def backup(
-        self,
-        key: str,
-        paths: Sequence[str | Path],
-        *,
-        options: BackupOptions | None = None,
-        counts: BackupCounts | None = None,
-    ) -> BackupResult:
-        """Store folders and files as one version of `key`, a tree.
-
-        Files that are unchanged since the newest tree of the key are not read. Entries that cannot be read are listed
-        in `counts`, which another thread may read for a progress display; everything else is stored. An interrupted
-        backup leaves checkpoints that the next backup of the key continues.
-
-        Raises BadInput (a path does not exist, a pattern does not parse), and what `put` raises.
-        """
-        from nearkin.trees.backup_walk import BackupCounts, BackupOptions
-        from nearkin.trees.parent_tree import check_sound
-        from nearkin.trees.store_backup import CHECKPOINT_REASON, TreeStore, back_up
-
-        self._check_writable("backup")
-        check_user_key(key)
-        access = TreeStore(
-            lambda name: self._manifest(name, None),
-            self._range,
-            self._put_tree,
-            lambda name: self.delete(name, reason=CHECKPOINT_REASON),
-            partial(check_sound, self._containers, self._quarantine),
-            (self.root, self._index.folder),
-        )
-        return back_up(access, key, paths, options or BackupOptions(), counts or BackupCounts())
-
-    def tree(self, key: str, version: int | None = None) -> TreeReader:
-        """Return a reader of a tree's entries.
-
-        Raises as `get` does, and Corrupt if the version is no tree.
-        """
-        manifest = self._manifest(key, version)
-        return self._range(manifest, 0, manifest.size_bytes).tree()
-
-    def restore(
-        self,
-        key: str,
-        target: str | Path,
-        *,
-        version: int | None = None,
-        path: bytes = b"",
-        options: RestoreOptions | None = None,
-        counts: RestoreCounts | None = None,
-    ) -> RestoreCounts:
-        """Restore a tree, or the folder or file `path` in it, into the folder `target`.
-
-        Attributes that cannot be set are counted and listed in the result. Raises NotFound (key, version or path),
-        Corrupt (damaged, or no tree), BadInput (the target is no folder), NoRoom, TenantErased, StoreUnavailable.
-        """
-        from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions, TreeRestore
-
-        manifest = self._manifest(key, version)
-        reader = self._range(manifest, 0, manifest.size_bytes).tree()
-        restore = TreeRestore(
-            reader,
-            lambda start, stop: self._range(manifest, start, stop).pieces(),
-            Path(target),
-            options or RestoreOptions(),
-            counts or RestoreCounts(),
-        )
-        return restore.run(path)
-
     def _put_tree(self, key: str, source: TreeSource, metadata: Mapping[str, str]) -> PutResult:
         (result,) = self.put_many([Item(key, source, metadata)])
         return result
-
-    def _range(self, manifest: Manifest, start: int, stop: int) -> VersionReader:
-        containers = self._containers.counting()
-        return VersionReader(manifest.info, manifest, containers, self._fingerprinter, start, stop, is_part=True)
 
     def find_origin(self, key: str, origin: BlobOrigin) -> PutResult | None:
         """Return the result of an earlier put with this origin, or None. Raises StoreUnavailable."""

@@ -22,6 +22,7 @@ COMMANDS = (
     "diff",
     "dump",
     "export",
+    "import-tar",
     "put",
     "get",
     "ls",

@@ -98,20 +98,16 @@ def backup(
     exit code is 3. Sockets, /proc, /sys and the store itself are left out. An interrupted backup continues at the
     next one of the same KEY.
     """
-    from nearkin.cli.arguments import check_key, parse_metadata, parse_size
+    from nearkin.cli.arguments import check_key, parse_size
     from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
     from nearkin.trees.exclusions import ExclusionOptions
 
     session = current_session()
     check_key(key)
-    metadata = parse_metadata(meta)
-    for name in RESERVED_METADATA:
-        if name in metadata:
-            remedy = "give --tag" if name == "tags" else "a tree has its own"
-            raise BadInput(f"--meta {name}=...: is set by the backup; {remedy}")
+    metadata = parse_tree_metadata(meta)
     larger = None if exclude_larger_than is None else parse_size("--exclude-larger-than", exclude_larger_than)
     options = BackupOptions(
-        tags=_parse_tags(tags),
+        tags=parse_tags(tags),
         metadata=metadata,
         exclusions=ExclusionOptions(exclude, exclude_file, exclude_if_present, larger, exclude_caches),
         comparison=ComparisonOptions(force_rescan, ignore_ctime, ignore_inode),
@@ -125,7 +121,7 @@ def backup(
     return _plan(session, key, chosen, options) if dry_run else _back_up(session, key, chosen, options)
 
 
-def _parse_tags(values: Sequence[str]) -> list[str]:
+def parse_tags(values: Sequence[str]) -> list[str]:
     """Return the tags; a value may have several, separated by commas. Raises BadInput."""
     from nearkin.cli.arguments import check_prefix
 
@@ -133,6 +129,18 @@ def _parse_tags(values: Sequence[str]) -> list[str]:
     if not all(tags):
         raise BadInput("--tag '': must not be empty")
     return [check_prefix(tag, "tag") for tag in tags]
+
+
+def parse_tree_metadata(pairs: Sequence[str]) -> dict[str, str]:
+    """Return the metadata of a tree's version. Raises BadInput."""
+    from nearkin.cli.arguments import parse_metadata
+
+    metadata = parse_metadata(pairs)
+    for name in RESERVED_METADATA:
+        if name in metadata:
+            remedy = "give --tag" if name == "tags" else "a tree has its own"
+            raise BadInput(f"--meta {name}=...: is set by the backup; {remedy}")
+    return metadata
 
 
 def _read_paths(name: str) -> list[str]:

@@ -34,6 +34,7 @@ _ELSEWHERE = {
     "forget": "forget",
     "gc": "maintenance_commands",
     "get": "get",
+    "import-tar": "import_tar",
     "init": "init",
     "keys": "keys",
     "ls": "ls",

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, cast
 
 from nearkin_shared.errors import BadInput, Corrupt, NotFound
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nearkin.store import Store
     from nearkin.trees.backup_walk import BackupCounts, BackupOptions
     from nearkin.trees.store_backup import BackupResult
+    from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult
     from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
     from nearkin_shared.reading.tree_reader import TreeReader
     from nearkin_shared.results import Damage, VersionInfo
@@ -79,6 +80,16 @@ class SupportsTrees(SupportsInfo, Protocol):
         counts: BackupCounts | None = None,
     ) -> BackupResult:
         """Store folders as one version."""
+
+    def import_tar(
+        self,
+        key: str,
+        source: str | Path | BinaryIO,
+        *,
+        options: ImportOptions | None = None,
+        counts: ImportCounts | None = None,
+    ) -> ImportResult:
+        """Store a tar archive as one version."""
 
     def restore(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import httpx
 from tenacity import Retrying
@@ -40,6 +40,7 @@ from nearkin_shared.validation import Progress, Source
 if TYPE_CHECKING:
     from nearkin.trees.backup_walk import BackupCounts, BackupOptions
     from nearkin.trees.store_backup import BackupResult
+    from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult
     from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
     from nearkin_shared.reading.tree_reader import TreeReader
 
@@ -137,6 +138,23 @@ class RemoteStore:
         from nearkin.trees.remote_trees import back_up_remote
 
         return back_up_remote(self, key, paths, options or BackupOptions(), counts or BackupCounts())
+
+    def import_tar(
+        self,
+        key: str,
+        source: str | Path | BinaryIO,
+        *,
+        options: ImportOptions | None = None,
+        counts: ImportCounts | None = None,
+    ) -> ImportResult:
+        """Store a tar archive as one version of `key`, a tree; see `Store.import_tar`.
+
+        Raises as `Store.import_tar` does, and AccessDenied.
+        """
+        from nearkin.trees.remote_trees import import_tar_remote
+        from nearkin.trees.tar_import import ImportCounts, ImportOptions
+
+        return import_tar_remote(self, key, source, options or ImportOptions(), counts or ImportCounts())
 
     def tree(self, key: str, version: int | None = None) -> TreeReader:
         """Return a reader of a tree's entries, which reads ranges of the version.

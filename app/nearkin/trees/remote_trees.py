@@ -13,13 +13,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
 from nearkin.trees.backup import TreeBackup
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, ComparisonOptions
-from nearkin.trees.store_backup import BackupResult, metadata_of
+from nearkin.trees.store_backup import BackupResult, metadata_of, tree_metadata
+from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult, open_import
 from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions, TreeRestore
-from nearkin.trees.tree_sinks import StreamSink
+from nearkin.trees.tree_sinks import StreamSink, TreeSink
 from nearkin_shared.errors import BadInput, Corrupt, NearkinError, SourceFailed
 from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.validation import check_user_key
@@ -28,14 +29,21 @@ if TYPE_CHECKING:
     from nearkin.client.sync import RemoteStore
 
 
+class WritableTree(Protocol):
+    """A tree that is made while it is sent."""
+
+    def write(self, sink: TreeSink) -> bytes:
+        """Write the tree; return its digest."""
+
+
 class TreeStream:
     """The bytes of a tree, written by a thread of its own while they are read."""
 
-    def __init__(self, backup: TreeBackup) -> None:
+    def __init__(self, source: WritableTree) -> None:
         reading, writing = os.pipe()
         self._file = os.fdopen(reading, "rb", buffering=0)
         self._writing = os.fdopen(writing, "wb")
-        self._backup = backup
+        self._source = source
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._write, name="nearkin-tree", daemon=True)
         self._thread.start()
@@ -60,7 +68,7 @@ class TreeStream:
         try:
             with self._writing:
                 sink = StreamSink(self._writing)
-                self._backup.write(sink)
+                self._source.write(sink)
                 sink.flush()
         except BrokenPipeError:
             pass  # the reader gave up
@@ -85,6 +93,23 @@ def back_up_remote(
     finally:
         stream.close()
     return BackupResult(result, counts)
+
+
+def import_tar_remote(
+    store: RemoteStore, key: str, source: str | Path | BinaryIO, options: ImportOptions, counts: ImportCounts
+) -> ImportResult:
+    """Store a tar archive as one version of `key` on a server.
+
+    Raises as `Store.import_tar` does.
+    """
+    check_user_key(key)
+    with open_import(source, options, counts) as tree:
+        stream = TreeStream(tree)
+        try:
+            result = store.put(key, cast("BinaryIO", stream), metadata=tree_metadata(options.metadata, options.tags))
+        finally:
+            stream.close()
+    return ImportResult(result, counts)
 
 
 def open_remote_tree(store: RemoteStore, key: str, version: int | None = None) -> TreeReader:

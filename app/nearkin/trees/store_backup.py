@@ -7,7 +7,7 @@ key takes over their content, and its commit deletes them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,11 +94,16 @@ def back_up(
 
 
 def metadata_of(options: BackupOptions) -> dict[str, str]:
+    """Return the metadata of a backup's version."""
+    return tree_metadata(options.metadata, options.tags)
+
+
+def tree_metadata(metadata: Mapping[str, str], tags: Sequence[str]) -> dict[str, str]:
     """Return the metadata of a tree's version."""
-    metadata = {CONTENT_TYPE: CONTENT_TYPE_TREE, **options.metadata}
-    if options.tags:
-        metadata[TAGS] = ",".join(sorted(set(options.tags)))
-    return metadata
+    found = {CONTENT_TYPE: CONTENT_TYPE_TREE, **metadata}
+    if tags:
+        found[TAGS] = ",".join(sorted(set(tags)))
+    return found
 
 
 def _parent(store: TreeStore, key: str) -> ParentTree | None:

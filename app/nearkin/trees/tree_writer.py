@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from backports.zstd import compress, decompress
@@ -30,8 +30,19 @@ CHUNK_BYTES_MIN = 2048
 SEGMENT_FILE_BYTES_MIN = 256 * 1024
 """Larger files have segments of their own, which later versions take over even if other files change."""
 GROUP_ROWS_MIN, GROUP_ROWS_MAX = 64, 2048
+GROUP_EXTRAS_BYTES_MAX = 8 << 20
+"""A group ends after so many bytes of attributes and extents, which an imported archive may have for each entry."""
+EXTENT_BYTES = 18
+"""Of an encoded extent, at most."""
 GROUP_ROWS_MASK = 255
 """A group ends after an entry with these bits of its name's CRC-32 zero: an added file moves no later border."""
+
+
+class OwnerNames(NamedTuple):
+    """Where the names of owners come from."""
+
+    user: Callable[[int], str]
+    group: Callable[[int], str]
 
 
 class FileBorders:
@@ -65,8 +76,11 @@ class FileBorders:
 class TreeWriter:
     """Writes one tree."""
 
-    def __init__(self, sink: TreeSink, root: bytes, host: str) -> None:
+    def __init__(self, sink: TreeSink, root: bytes, host: str, names: OwnerNames | None = None) -> None:
+        """`names`: of owners, by default those of this machine."""
         self._sink = sink
+        self._names = names or OwnerNames(_user_name, _group_name)
+        self._extras_bytes = 0
         self._rows: list[TreeEntry] = []
         self._groups: list[GroupInfo] = []
         self._blocks: list[bytes] = []
@@ -97,9 +111,14 @@ class TreeWriter:
         elif entry.kind == EntryKind.FOLDER:
             counts["folders"] += 1
         if entry.uid not in self._users:
-            self._users[entry.uid] = _user_name(entry.uid)
+            self._users[entry.uid] = self._names.user(entry.uid)
         if entry.gid not in self._owner_groups:
-            self._owner_groups[entry.gid] = _group_name(entry.gid)
+            self._owner_groups[entry.gid] = self._names.group(entry.gid)
+        if entry.xattrs or entry.extents:
+            self._extras_bytes += sum(len(name) + len(value) for name, value in entry.xattrs)
+            self._extras_bytes += EXTENT_BYTES * len(entry.extents or ())
+            if self._extras_bytes >= GROUP_EXTRAS_BYTES_MAX:
+                self._end_group()
         rows = len(self._rows)
         if rows >= GROUP_ROWS_MIN and (not zlib.crc32(entry.name) & GROUP_ROWS_MASK or rows >= GROUP_ROWS_MAX):
             self._end_group()
@@ -184,7 +203,7 @@ class TreeWriter:
         return map(decompress, self._blocks)
 
     def _end_group(self) -> None:
-        rows, self._rows = self._rows, []
+        rows, self._rows, self._extras_bytes = self._rows, [], 0
         block = encode_group(rows)
         content_bytes = sum([row.content_bytes for row in rows])
         first = rows[0]

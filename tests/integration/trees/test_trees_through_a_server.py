@@ -70,3 +70,17 @@ def test_copied_tree_keeps_its_digest_between_stores(server: RemoteStore, source
         assert last.restore("home", tmp_path / "target").is_complete
         assert last.verify().damage == ()
     subprocess.run(["diff", "-r", source, tmp_path / "target"], check=True)
+
+
+def test_archive_is_imported_through_a_server(server: RemoteStore, source: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "t.tar"
+    subprocess.run(["tar", "-cf", archive, "-C", source, "."], check=True)
+    result = server.import_tar("home", archive)
+    assert result.is_complete
+    assert result.counts.files == 50
+    assert server.restore("home", tmp_path / "target").is_complete
+    subprocess.run(["diff", "-r", source, tmp_path / "target"], check=True)
+    archive.write_bytes(archive.read_bytes()[:100_000])
+    with pytest.raises(BadInput, match="nothing was stored"):
+        server.import_tar("cut", archive)
+    assert [info.key for info in server.versions()] == ["home"]

@@ -1,0 +1,354 @@
+"""Read the members of a tar archive that may be hostile as entries of a tree.
+
+ustar, PAX (also SCHILY.xattr, SCHILY.acl, LIBARCHIVE.xattr) and GNU headers, sparse files of all formats.
+
+Invariant: memory is bounded by HEADER_BYTES_MAX, and an archive that does not end with its end mark is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import tarfile
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, NamedTuple, cast
+from urllib.parse import unquote_to_bytes
+
+from nearkin.trees.tar_acl import encode_acl
+from nearkin_shared.errors import BadInput
+from nearkin_shared.formats.tree_entry_group import EXTRAS_BYTES_MAX, ID_MAX, EntryKind, is_name
+
+HEADER_BYTES_MAX = 8 << 20
+"""Headers of one member: PAX records, long names and the map of a sparse file."""
+PATH_MAX = 4096
+LINK_TARGET_MAX = 4095
+XATTR_VALUE_MAX = 65_536
+BLOCK_BYTES = 512
+NOBODY = 65_534
+"""Owner of an entry whose own number is out of range: number 0 would be root."""
+_SECOND_NS = 1_000_000_000
+_I64_MAX = (1 << 63) - 1
+_NUMBER = re.compile(r"(-?)([0-9]{1,19})(?:\.([0-9]{0,64}))?", re.ASCII)
+_KINDS = {
+    tarfile.REGTYPE: EntryKind.FILE,
+    tarfile.AREGTYPE: EntryKind.FILE,
+    tarfile.CONTTYPE: EntryKind.FILE,
+    tarfile.GNUTYPE_SPARSE: EntryKind.FILE,
+    tarfile.DIRTYPE: EntryKind.FOLDER,
+    b"D": EntryKind.FOLDER,  # of an incremental archive of GNU tar
+    tarfile.SYMTYPE: EntryKind.SYMLINK,
+    tarfile.LNKTYPE: EntryKind.HARD_LINK,
+    tarfile.FIFOTYPE: EntryKind.FIFO,
+    tarfile.CHRTYPE: EntryKind.CHARACTER_DEVICE,
+    tarfile.BLKTYPE: EntryKind.BLOCK_DEVICE,
+}
+_LABEL = b"V"
+_ACLS = {"SCHILY.acl.access": b"system.posix_acl_access", "SCHILY.acl.default": b"system.posix_acl_default"}
+_MALFORMED = (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError, TypeError)
+
+
+class TarMember(NamedTuple):
+    """A member of an archive, without what a tree cannot hold."""
+
+    path: bytes
+    kind: int
+    mode: int
+    uid: int
+    gid: int
+    user: str
+    group: str
+    mtime_ns: int
+    size: int
+    """Bytes of a file, holes included; the number of a device."""
+    target: bytes
+    """Of a symlink as it is; of a hard link the path of the other member."""
+    xattrs: tuple[tuple[bytes, bytes], ...]
+    extents: tuple[tuple[int, int], ...] | None
+    start: int
+    """Offset of the content in the archive."""
+    content_bytes: int
+
+
+class UnusableMember(Exception):
+    """A member that is not an entry of a tree; the message is the reason."""
+
+
+def read_members(
+    file: BinaryIO, name: str, leave_out: Callable[[bytes, str], None], alter: Callable[[bytes, str], None]
+) -> Iterator[TarMember]:
+    """Yield the members of an archive without compression.
+
+    `leave_out` gets the path and the reason of each member that no tree can hold, `alter` those of attributes that are
+    not taken. Raises BadInput: no archive, damaged, or cut short.
+    """
+    headers = _HeaderFile(file)
+    archive_bytes = headers.size_bytes
+    try:
+        archive = tarfile.TarFile(
+            fileobj=headers,  # type: ignore[arg-type]  # it has the methods that are called
+            encoding="utf-8",
+            errors="surrogateescape",
+        )
+        position = -1
+        while (info := archive.next()) is not None:
+            vars(archive)["members"].clear()  # the library keeps all of them
+            _correct_sparse_end(archive, info)
+            if archive.offset <= position:
+                raise BadInput(f"{name}: member {info.name!r:.200} has a negative size; nothing was stored")
+            position = archive.offset
+            if position > archive_bytes:
+                raise BadInput(f"{name}: is cut short within {info.name!r:.200}; nothing was stored")
+            try:
+                if info.type != _LABEL:
+                    yield _member(info, position, alter)
+            except UnusableMember as err:
+                leave_out(_bytes(info.name), str(err))
+            headers.restore_budget()
+        _check_end(headers, archive.offset, name)
+    except _MALFORMED as err:
+        raise BadInput(f"{name}: is no tar archive, or damaged: {err}; nothing was stored") from err
+
+
+def member_path(name: str, what: str = "its name") -> bytes:
+    """Return the path in a tree: without leading slashes, `.` and empty parts.
+
+    Raises UnusableMember.
+    """
+    path = _bytes(name)
+    parts = [part for part in path.split(b"/") if part not in (b"", b".")]
+    if b".." in parts:
+        raise UnusableMember(f"{what} has ..")
+    if not all(map(is_name, parts)):
+        raise UnusableMember(f"{what} has a part above 255 bytes, or a NUL")
+    path = b"/".join(parts)
+    if len(path) > PATH_MAX:
+        raise UnusableMember(f"{what} has more than {PATH_MAX:,} bytes")
+    return path
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _member(info: tarfile.TarInfo, end: int, alter: Callable[[bytes, str], None]) -> TarMember:
+    kind = _KINDS.get(info.type)
+    if kind is None:
+        raise UnusableMember(f"members of type {info.type!r} are not supported")
+    path = member_path(info.name)
+    target = b""
+    if kind == EntryKind.HARD_LINK:
+        target = member_path(info.linkname, "the target of the hard link")
+    elif kind == EntryKind.SYMLINK:
+        target = _bytes(info.linkname)
+        if not 0 < len(target) <= LINK_TARGET_MAX or b"\0" in target:
+            raise UnusableMember(f"the target of the symlink has {len(target):,} bytes, or a NUL")
+    size, extents, content_bytes = 0, None, 0
+    if kind == EntryKind.FILE:
+        size, extents = _file_size(info)
+        content_bytes = size if extents is None else sum(length for _, length in extents)
+        if info.offset_data + content_bytes > end:
+            raise tarfile.ReadError(f"{info.name!r:.200} has {content_bytes:,} bytes, and fewer are there")
+    elif kind in (EntryKind.CHARACTER_DEVICE, EntryKind.BLOCK_DEVICE):
+        if not (0 <= info.devmajor <= ID_MAX and 0 <= info.devminor <= ID_MAX):
+            raise UnusableMember(f"device {info.devmajor}, {info.devminor} is out of range")
+        size = os.makedev(info.devmajor, info.devminor)
+    uid, gid = (_owner(what, number, path, alter) for what, number in (("owner", info.uid), ("group", info.gid)))
+    return TarMember(
+        path,
+        kind,
+        info.mode & 0o7777,
+        uid,
+        gid,
+        info.uname,
+        info.gname,
+        _mtime_ns(info, path, alter),
+        size,
+        target,
+        () if kind == EntryKind.HARD_LINK else _xattrs(info, path, alter),
+        extents,
+        info.offset_data,
+        content_bytes,
+    )
+
+
+def _owner(what: str, number: int, path: bytes, alter: Callable[[bytes, str], None]) -> int:
+    if 0 <= number < ID_MAX:
+        return number
+    alter(path, f"{what} {number} is out of range, {NOBODY} is stored")
+    return NOBODY
+
+
+def _mtime_ns(info: tarfile.TarInfo, path: bytes, alter: Callable[[bytes, str], None]) -> int:
+    text = info.pax_headers.get("mtime", "")
+    match = _NUMBER.fullmatch(text)
+    if match is not None:
+        sign, whole, fraction = match[1], int(match[2]), match[3] or ""
+        found = whole * _SECOND_NS + int(fraction[:9].ljust(9, "0"))
+        found = -found if sign else found
+    else:
+        found = _I64_MAX + 1 if text else int(info.mtime) * _SECOND_NS
+    if abs(found) > _I64_MAX:
+        alter(path, f"its time {text[:40] or info.mtime} is out of range, 1970 is stored")
+        return 0
+    return found
+
+
+# --- sparse files ----------------------------------------------------------------------------------------------------
+
+
+def _sparse_map(info: tarfile.TarInfo) -> list[tuple[int, int]] | None:
+    """Return offset and bytes of the data of a sparse file, None of any other.
+
+    The library's stubs declare another type.
+    """
+    return cast("list[tuple[int, int]] | None", info.sparse)
+
+
+def _real_size(info: tarfile.TarInfo) -> int:
+    """Return the size with holes; the library takes that of the archive where both are stated."""
+    records = info.pax_headers
+    for name in ("GNU.sparse.realsize", "GNU.sparse.size"):
+        if info.sparse is not None and name in records:
+            return int(records[name])
+    return info.size
+
+
+def _file_size(info: tarfile.TarInfo) -> tuple[int, tuple[tuple[int, int], ...] | None]:
+    """Return the size of a file, and its extents if it has holes. Raises ReadError."""
+    size = _real_size(info)
+    if not 0 <= size <= _I64_MAX:
+        raise tarfile.ReadError(f"{info.name!r:.200} has {size} bytes")
+    stretches = _sparse_map(info)
+    if stretches is None:
+        return size, None
+    extents, end = list[tuple[int, int]](), 0
+    for offset, length in stretches:
+        if not length:  # marks the end of the file, or is a slot that is not used
+            continue
+        if offset < end or length < 0 or offset + length > size:
+            raise tarfile.ReadError(f"{info.name!r:.200}: {length} bytes at {offset} of {size}: a wrong sparse map")
+        end = offset + length
+        if extents and length and sum(extents[-1]) == offset:
+            extents[-1] = (extents[-1][0], extents[-1][1] + length)
+        else:
+            extents.append((offset, length))
+    return size, None if extents == [(0, size)] or not size else tuple(extents)
+
+
+def _correct_sparse_end(archive: tarfile.TarFile, info: tarfile.TarInfo) -> None:
+    """Set where a sparse file of format 1.0 ends whose archived size is a PAX record.
+
+    The library counts the size with holes there. Files with more than 8 GiB of data have such a record.
+    """
+    records, stretches = info.pax_headers, _sparse_map(info)
+    if stretches is None or "size" not in records or records.get("GNU.sparse.major") != "1":
+        return
+    numbers = [len(stretches), *(number for extent in stretches for number in extent)]
+    map_bytes = _blocks(sum(len(f"{number}\n") for number in numbers))
+    archive.offset = info.offset_data - map_bytes + _blocks(int(records["size"]))
+
+
+def _blocks(count: int) -> int:
+    return -(-count // BLOCK_BYTES) * BLOCK_BYTES
+
+
+# --- attributes ------------------------------------------------------------------------------------------------------
+
+
+def _xattrs(info: tarfile.TarInfo, path: bytes, alter: Callable[[bytes, str], None]) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the extended attributes, by name; ACLs and capabilities are among them."""
+    found = dict[bytes, bytes]()
+    for record, text in info.pax_headers.items():
+        scheme, _, name = record.partition(".xattr.")
+        try:
+            if name and scheme == "SCHILY":
+                plain = name.replace("%3D", "=").replace("%25", "%")
+                found[_bytes(plain)] = _bytes(text)
+            elif name and scheme == "LIBARCHIVE":
+                found.setdefault(unquote_to_bytes(_bytes(name)), b64decode(_bytes(text) + b"=" * (-len(text) % 4)))
+            elif record == "RHT.security.selinux":
+                found.setdefault(b"security.selinux", _bytes(text) + b"\0")
+            elif record in _ACLS and (acl := encode_acl(text, _user_id, _group_id)):
+                found.setdefault(_ACLS[record], acl)
+        except ValueError as err:
+            alter(path, f"{record[:80]} is not stored: {err}")
+    total = 0
+    for name_bytes, value in list(found.items()):
+        total += len(name_bytes) + len(value)
+        if not is_name(name_bytes) and (not 0 < len(name_bytes) <= 255 or b"\0" in name_bytes):
+            alter(path, f"an attribute with a name of {len(name_bytes)} bytes is not stored")
+        elif len(value) > XATTR_VALUE_MAX or total > EXTRAS_BYTES_MAX // 2:
+            alter(path, f"{name_bytes[:80]!r} is not stored: {len(value):,} bytes")
+        else:
+            continue
+        del found[name_bytes]
+    return tuple(sorted(found.items()))
+
+
+def _user_id(name: str) -> int | None:
+    import pwd
+
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return None
+
+
+def _group_id(name: str) -> int | None:
+    import grp
+
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        return None
+
+
+# --- input -----------------------------------------------------------------------------------------------------------
+
+
+def _check_end(headers: _HeaderFile, position: int, name: str) -> None:
+    """Raise BadInput unless the end mark follows, and zeros alone behind it."""
+    headers.restore_budget()
+    headers.seek(position)
+    mark = headers.read(BLOCK_BYTES)
+    if len(mark) < BLOCK_BYTES:
+        raise BadInput(f"{name}: is cut short: it has no end mark; nothing was stored")
+    if any(mark):
+        raise BadInput(f"{name}: is damaged at byte {position:,}: no header of a member; nothing was stored")
+    while data := headers.read(HEADER_BYTES_MAX // 8):
+        if data.strip(b"\0"):
+            raise BadInput(f"{name}: data follow its end mark, such as a second archive; nothing was stored")
+        headers.restore_budget()
+
+
+class _HeaderFile:
+    """The file that the library reads headers from, a bounded number of bytes for one member."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._left = HEADER_BYTES_MAX
+        self.size_bytes = file.seek(0, io.SEEK_END)
+        file.seek(0)
+
+    def restore_budget(self) -> None:
+        """Begin the next member."""
+        self._left = HEADER_BYTES_MAX
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes. Raises ReadError."""
+        if not 0 <= size <= self._left:
+            raise tarfile.ReadError(f"headers of more than {HEADER_BYTES_MAX:,} bytes")
+        self._left -= size
+        return self._file.read(size)
+
+    def seek(self, position: int) -> int:
+        """Set the position. Raises ReadError."""
+        if not 0 <= position <= self.size_bytes + BLOCK_BYTES:
+            raise tarfile.ReadError(f"cut short: a member ends at byte {position:,} of {self.size_bytes:,}")
+        return self._file.seek(position)
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._file.tell()
