@@ -6,6 +6,7 @@ To freeze a new format version add its files next to these; the old ones stay.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from backports import zstd
 
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block import decode_block
+from nearkin_shared.formats.block_kinds import block_roles, merged_blocks, reference_blocks
+from nearkin_shared.formats.container import decode_container
 from nearkin_shared.formats.manifest import decode_manifest, encode_manifest
 from nearkin_shared.formats.parity_object import reconstruct
 from nearkin_shared.formats.pending_delete_record import QUARANTINED, decode_record
@@ -34,6 +37,8 @@ def digest(data: bytes) -> str:
 def test_equal_input_gives_frozen_bytes() -> None:
     assert digest(samples.small_container()) == "1ef0a489f23a9ec0c3be26eb4bb434bd"
     assert digest(samples.patch_container()) == "7ee1429884ffcb0f91f15d6da7d32351"
+    assert digest(samples.rest_container()) == "d2b2dd8132f65469b36ce943f3654dee"
+    assert digest(samples.merged_container()) == "5d2c1b544e3ac6c36615fdaeaf6927f7"
     assert digest(encode_manifest(samples.small_manifest())) == "0ffd61dad6314f92aa140701b03fe6d3"
     assert digest(encode_manifest(samples.measured_manifest())) == "6c7c7326a5cfbd24c98366581b25f5a2"
     assert digest(encode_manifest(samples.manifest_with_chain())) == "0df5fb453e62b45b8c66879f26f8572f"
@@ -73,6 +78,33 @@ def test_frozen_patch_blocks_are_read() -> None:
     assert found.prefixes.bounds.tolist() == [0, 0, 2]
     assert found.prefixes.bases.containers.tolist() == [samples.CONTAINER, samples.OLDER]
     assert found.prefixes.bases.ordinals.tolist() == [0, 77]
+
+
+@pytest.mark.parametrize(("version", "roles"), [(4, None), (5, [0] * 5)])
+def test_frozen_container_without_some_chunks_is_read(version: int, roles: list[int] | None) -> None:
+    data = (HERE / f"container_v{version}.bin").read_bytes()
+    assert data[4:6] == bytes([version, 0])
+    found, blocks = samples.read_all(data)
+    made, made_blocks = samples.read_all(samples.rest_container())
+    assert blocks == made_blocks
+    for name in ("names", "lengths", "blocks", "positions", "encoded", "depths", "ranks"):
+        assert np.array_equal(getattr(found.chunks, name), getattr(made.chunks, name)), name
+    assert found.segments.bounds.tolist() == [0, 5, 10, 10]
+    assert (None if found.blocks.roles is None else found.blocks.roles.tolist()) == roles
+    assert block_roles(found).tolist() == [0] * 5
+
+
+def test_frozen_roles_of_blocks_are_read() -> None:
+    data = (HERE / "container_v5_roles.bin").read_bytes()
+    found = decode_container(data, "frozen")
+    assert found.blocks.roles is not None
+    assert found.blocks.roles.tolist() == [0, container_layout.MERGED, container_layout.REFERENCE]
+    assert (merged_blocks(found).tolist(), reference_blocks(found).tolist()) == (
+        [False, True, False],
+        [False, False, True],
+    )
+    guessed = replace(found, blocks=replace(found.blocks, roles=None))
+    assert block_roles(guessed).tolist() == found.blocks.roles.tolist()
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import tarfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,16 @@ from nearkin import open_store
 from nearkin.block_recoder import BlockRecoder
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
+from nearkin_maintenance.domain_owners import DomainOwners
 from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.optimize.block_writer import BlockWriter
-from nearkin_maintenance.optimize.container_rewriter import VerifiedReader
+from nearkin_maintenance.optimize.container_rewriter import NewGeneration, VerifiedReader
 from nearkin_maintenance.optimize.merge import merge_planner
 from nearkin_maintenance.optimize.merge.merge_planner import MergeBounds, MergePlan, plan_merge
 from nearkin_maintenance.optimize.rebase.base_trees import build_base_trees
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats import container_layout
-from nearkin_shared.formats.block_kinds import merged_blocks, reference_blocks
+from nearkin_shared.formats.block_kinds import block_roles, merged_blocks, reference_blocks
 from nearkin_shared.formats.container import decode_container
 from tests.support.checks.gc_checks import COLLECTED, collect_repeatedly, kill_during_gc
 from tests.support.data.stores import ENCRYPTED, containers, flip, settings, stored_bytes
@@ -487,6 +490,29 @@ def test_merged_blocks_are_not_joined_again(store: Store) -> None:
     assert small > 1
 
 
+def test_merged_block_without_added_chunks_stays_merged(store: Store) -> None:
+    """A rewrite records the role of each block, also of merged ones that lose what GC runs added to them."""
+    put(store, EVERY)
+    store.gc()
+    found, encoder = store._containers.of(None), BlockRecoder(GATHERED)
+    tenants = DomainOwners(store._fingerprinters, [store.settings.tenant], store._manifests)
+    block_writer = BlockWriter(found, VerifiedReader(found, tenants, store._fingerprinter), encoder)
+    kinds = set()
+    for container, _ in found.ids():
+        directory = found.directory(container)
+        assert directory.own_rows is not None
+        rows = np.arange(len(directory.chunks))
+        kept = directory.chunks.there & (rows < directory.own_rows)
+        new = NewGeneration(found, directory, kept, encoder)
+        block_writer.copy_remaining(new, directory, kept, np.zeros(len(directory.blocks), np.bool_))
+        rewritten = decode_container(new.encode(np.zeros(0, np.uint32)), "rewritten")
+        roles = block_roles(directory)[directory.chunks.blocks[kept]]
+        assert block_roles(rewritten)[rewritten.chunks.blocks[kept]].tolist() == roles.tolist()
+        has_lost = np.isin(directory.chunks.blocks, directory.chunks.blocks[rows >= directory.own_rows]) & kept
+        kinds |= set(rewritten.blocks.kinds[rewritten.chunks.blocks[has_lost]].tolist())
+    assert kinds == {container_layout.RAW, container_layout.PATCH}
+
+
 def test_chunks_on_a_merged_base_start_trees(tmp_path: Path) -> None:
     """Start a tree of its own with each chunk whose base is one merged chunk."""
     with open_store(tmp_path / "g", settings=GATHERED, create=True) as opened:
@@ -511,3 +537,33 @@ def firsts_of_families(store: Store) -> None:
     distinct = chunks.bases.take(on_many).distinct()
     assert len(on_many) > 2 * len(distinct) > 0
     assert len(set(families.by_container[newest][on_many].tolist())) == len(on_many)
+
+
+def test_merged_blocks_of_container_format_4_are_read_and_rewritten(tmp_path: Path) -> None:
+    """A store whose merged blocks the code before format 5 wrote is opened, verified, restored and collected."""
+    root, offset_seconds = tmp_path / "s", 10.0 * DAY  # after the last clock record of the store
+    with tarfile.open(Path(__file__).parent.parent / "golden" / "store_v4.tar") as archive:
+        archive.extractall(root, filter="data")
+    versions, content = [], text_like(200_000, 5)
+    for number in range(1, 8):
+        content = mutate(content, number, edits=50, edit_bytes_max=40)
+        versions.append(content)
+
+    def formats() -> set[int]:
+        return {path.read_bytes()[4] for path in containers(root)}
+
+    with open_store(root, settings=GATHERED, clock=lambda: time.time() + offset_seconds) as store:
+        assert (formats(), blocks(store)) == ({4}, (2, 17))
+        assert store.verify().damage == ()
+        assert [store.get("k", n).read() for n in range(1, 7)] == versions[:6]
+        store.put("k", versions[6])
+        store.delete("k", 2)
+        for _ in range(3):
+            offset_seconds += 40 * DAY
+            store.gc()
+        assert 5 in formats()
+        assert all(blocks(store))
+        assert store.verify().damage == ()
+        assert [store.get("k", n).read() for n in (1, 3, 4, 5, 6, 7)] == [versions[0], *versions[2:]]
+        assert store.rebuild_index().skipped == ()
+        assert store.verify().damage == ()

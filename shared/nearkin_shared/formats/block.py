@@ -15,7 +15,17 @@ import numpy as np
 
 from nearkin_shared.errors import Corrupt, FormatTooNew
 from nearkin_shared.formats import columns
-from nearkin_shared.formats.container_layout import BLOCK, BLOCK_RAW_BYTES_MAX, KINDS, LOST, PATCH, RAW, STORED, ZSTD
+from nearkin_shared.formats.container_layout import (
+    BLOCK,
+    BLOCK_RAW_BYTES_MAX,
+    KINDS,
+    LOST,
+    ORDINARY,
+    PATCH,
+    RAW,
+    STORED,
+    ZSTD,
+)
 from nearkin_shared.kernels.zstd_frames import FrameEncoder, decode_frame
 from nearkin_shared.types import U8
 from nearkin_shared.utils.frozen import frozen
@@ -34,6 +44,7 @@ class EncodedBlock:
     codec: int
     kind: int
     depth: int
+    role: int = ORDINARY
 
     @property
     def stored_bytes(self) -> int:

@@ -1,8 +1,8 @@
 # size: needs Directory, which formats of blocks do not import
-"""Recognise merged blocks and reference blocks by the directory.
+"""Return the roles of blocks: the container's own record, or in formats before 5 a guess.
 
-merged      contains chunks of several versions; some follow all chunks that the container's own recipes name
-reference   contains nothing but a slice of a chunk in a merged block
+merged      a GC run added chunks of other versions, which follow all chunks that the container's own recipes name
+reference   contains nothing but slices of a chunk in a merged block
 
 Invariant: only the directory is read, and a wrong guess costs bytes, never chunks.
 """
@@ -11,23 +11,43 @@ from __future__ import annotations
 
 import numpy as np
 
-from nearkin_shared.formats import container_layout
+from nearkin_shared.formats.container_layout import (
+    MERGED,
+    MERGED_RANK,
+    ORDINARY,
+    PATCH,
+    RAW,
+    REFERENCE,
+    REFERENCE_RANK,
+)
 from nearkin_shared.formats.directory import Directory
-from nearkin_shared.types import Bools
+from nearkin_shared.types import U8, Bools
+
+
+def block_roles(directory: Directory) -> U8:
+    """Return the role of each block; ORDINARY for a removed one."""
+    roles = directory.blocks.roles
+    return _guessed_roles(directory) if roles is None else roles
 
 
 def reference_blocks(directory: Directory) -> Bools:
     """Return a mask of blocks that are slices of chunks in merged blocks."""
-    return _with_rank(directory, container_layout.REFERENCE_RANK)
+    is_reference: Bools = block_roles(directory) == REFERENCE
+    return is_reference
 
 
 def merged_blocks(directory: Directory) -> Bools:
-    """Return a mask of merged blocks.
+    """Return a mask of merged blocks."""
+    is_merged: Bools = block_roles(directory) == MERGED
+    return is_merged
 
-    Delta blocks are recognised by the rank of their chunks. Raw blocks are recognised indirectly: they contain chunks
-    after
-    all those that the container's own recipes name. If some recipes were removed, they are those whose chunks are not
-    consecutive among chunks at depth 0, as a put writes them.
+
+def _guessed_roles(directory: Directory) -> U8:
+    """Return the roles of blocks in a format that does not record them.
+
+    Patch blocks are recognised by the rank of their chunks. Raw blocks are recognised indirectly: they contain chunks
+    after all those that the container's own recipes name. If some recipes were removed, they are those whose chunks
+    are not consecutive among chunks at depth 0, as a put writes them.
     """
     chunks, own_rows = directory.chunks, directory.own_rows
     is_merged = np.zeros(len(directory.blocks), np.bool_)
@@ -38,12 +58,15 @@ def merged_blocks(directory: Directory) -> Bools:
     elif len(rows):
         starts_run = np.append(True, blocks[1:] != blocks[:-1])
         is_merged[np.bincount(blocks[starts_run], minlength=len(is_merged)) > 1] = True
-    raw: Bools = directory.blocks.kinds == container_layout.RAW
-    return (is_merged & raw) | _with_rank(directory, container_layout.MERGED_RANK)
+    is_raw, is_patch = directory.blocks.kinds == RAW, directory.blocks.kinds == PATCH
+    roles = np.full(len(directory.blocks), ORDINARY, np.uint8)
+    roles[is_merged & is_raw | _with_rank(directory, MERGED_RANK) & is_patch] = MERGED
+    roles[_with_rank(directory, REFERENCE_RANK) & is_patch] = REFERENCE
+    return roles
 
 
 def _with_rank(directory: Directory, rank: int) -> Bools:
     chunks = directory.chunks
-    is_merged = np.zeros(len(directory.blocks), np.bool_)
-    is_merged[chunks.blocks[chunks.there & (chunks.ranks == rank)]] = True
-    return is_merged
+    has_rank = np.zeros(len(directory.blocks), np.bool_)
+    has_rank[chunks.blocks[chunks.there & (chunks.ranks == rank)]] = True
+    return has_rank

@@ -24,6 +24,7 @@ from nearkin_shared.formats.container_layout import (
     CONTAINER_BYTES_MAX,
     FOOTER,
     HEADER,
+    ORDINARY,
     VERSION,
     VERSION_MIN,
     VERSION_WHOLE,
@@ -67,7 +68,7 @@ def encode_container(
     prefixes: PrefixTable | None = None,
 ) -> EncodedContainer:
     """Return the container, ready to write. A block that is None was removed."""
-    whole = bool(chunks.there.all()) and None not in blocks
+    whole = bool(chunks.there.all()) and all(block is not None and block.role == ORDINARY for block in blocks)
     version = VERSION_WHOLE if whole else VERSION
     parts: list[bytes | memoryview] = [HEADER.pack(b"NKC1", version, 0, container, domain)]
     for block in blocks:
@@ -131,8 +132,8 @@ def decode_container(data: bytes | memoryview, what: str) -> Directory:
     return decode_directory(view[offset : offset + size], container, domain, len(view), check, what)
 
 
-def copied_block(directory: Directory, number: int, record: bytes | memoryview) -> EncodedBlock:
-    """Return an unchanged block of a container, for its next generation."""
+def copied_block(directory: Directory, number: int, record: bytes | memoryview, role: int) -> EncodedBlock:
+    """Return an unchanged block of a container, of role `role`, for its next generation."""
     blocks = directory.blocks
     return EncodedBlock(
         bytes(record[: BLOCK.size]),
@@ -141,4 +142,5 @@ def copied_block(directory: Directory, number: int, record: bytes | memoryview) 
         int(blocks.codecs[number]),
         int(blocks.kinds[number]),
         int(blocks.depths[number]),
+        role,
     )

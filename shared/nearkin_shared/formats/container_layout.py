@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from struct import Struct
 
-VERSION = 4
-"""4: a rewritten container that lost chunks. 3 has patch blocks. 2 has none and is still read."""
+VERSION = 5
+"""5: a rewritten container, with the role of each block. 4 is one without roles, 3 has patch blocks, 2 has none: all
+are still read.
+"""
 VERSION_WHOLE = 3
-"""Version written for a container with all its chunks, so that an older Nearkin reads it."""
+"""Version written for a container with all its chunks in ordinary blocks, so that an older Nearkin reads it."""
 VERSION_MIN = 2
 DOMAIN_BYTES = 16
 CONTAINER_BYTES_MAX = 1 << 30
@@ -33,6 +35,11 @@ RAW, XDELTA3, PATCH = 0, 1, 2
 """Content of a block: raw chunks; consecutive VCDIFF deltas; chunks in a frame with the bytes of their bases as prefix.
 """
 KINDS = ("raw", "xdelta3", "patch")
+ORDINARY, MERGED, REFERENCE = 0, 1, 2
+"""Role of a block: chunks as a put or a rewrite grouped them; chunks to which a GC run added some of other versions;
+slices of a chunk in a merged block.
+"""
+ROLES = ("ordinary", "merged", "reference")
 PREFIX_BYTES_MAX = 32 * 1024 * 1024
 """Bases of one patch block, together."""
 PREFIX_BASES_MAX = 1 << 16

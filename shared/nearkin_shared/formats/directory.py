@@ -16,7 +16,7 @@ from nearkin_shared.types import NAME_BYTES, U8, U32, U64, Bools, ContainerId, L
 from nearkin_shared.utils.frozen import frozen
 
 BLOCK_ROW_BYTES = 320
-"""Memory for each block: 31 bytes in arrays, the rest for a BlockRow."""
+"""Memory for each block: 32 bytes in arrays, the rest for a BlockRow."""
 DIRECTORY_BYTES = 6 * 1024
 """Memory for an empty directory: its Python objects."""
 
@@ -65,6 +65,8 @@ class BlockTable:
     codecs: U8
     kinds: U8
     depths: U8
+    roles: U8 | None = None
+    """None in a format without roles."""
 
     def __len__(self) -> int:
         return len(self.stored)

@@ -26,9 +26,13 @@ from nearkin_shared.formats.container_layout import (
     FOOTER,
     HEADER,
     KINDS,
+    MERGED,
+    ORDINARY,
     PATCH,
     PREFIX_BASES_MAX,
     RAW,
+    REFERENCE,
+    ROLES,
     ROWS_MAX,
     SKETCHES_MAX,
     XDELTA3,
@@ -43,13 +47,14 @@ from nearkin_shared.formats.directory import (
     positions_in_blocks,
 )
 from nearkin_shared.limits import DEPTH_MAX, SEGMENT_BYTES_MAX
-from nearkin_shared.types import NAME_BYTES, SELF, U8, U32, U64, ZERO, ContainerId, Locations, bounds_of
+from nearkin_shared.types import NAME_BYTES, SELF, U8, U32, U64, ZERO, Bools, ContainerId, Locations, bounds_of
 from nearkin_shared.utils.frozen import frozen
 
-_MAGIC_2, _MAGIC, _MAGIC_REST = b"NKD1", b"NKD2", b"NKD3"
+_MAGIC_2, _MAGIC_WHOLE, _MAGIC_4, _MAGIC = b"NKD1", b"NKD2", b"NKD3", b"NKD4"
 _NAMES = Struct("<I")
 
 _BLOCK_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "u1", "u1", "u1")]
+_ROLE_COLUMNS = [np.dtype("u1")]
 _CHUNK_COLUMNS = [np.dtype(t) for t in ("<u4", "<u2")]
 _DELTA_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "<u4", "u1")]
 _REF_COLUMNS = [np.dtype("<u8")]
@@ -72,9 +77,9 @@ def encode_directory(
 ) -> tuple[bytes, int]:
     """Encode a directory; return it and the size of its recipes, bytes.
 
-    `whole`: no chunk or block of the container was removed. Raises BadInput for a chunk in a patch block whose base is
-    not
-    in that block's prefix.
+    `whole`: no chunk or block of the container was removed, and all blocks are ordinary.
+
+    Raises: BadInput for a chunk in a patch block whose base is not in that block's prefix.
     """
     kinds = np.array([b.kind if b else RAW for b in blocks], np.uint8)
     of_chunks, present = kinds[chunks.blocks], chunks.there
@@ -97,7 +102,7 @@ def encode_directory(
     recipes = columns.pack([np.diff(segments.bounds).astype("<u4"), segments.sketches]) + columns.pack(
         [run_refs, steps, counts]
     )
-    magic = _MAGIC if whole else _MAGIC_REST
+    magic = _MAGIC_WHOLE if whole else _MAGIC
     head = DIRECTORY.pack(magic, len(blocks), len(chunks), len(segments), depth_max, len(sketch_names))
     if not whole:
         head += _NAMES.pack(int(np.count_nonzero(present)))
@@ -116,6 +121,8 @@ def encode_directory(
     rest += columns.pack([np.diff(prefixes.bounds)[kinds == PATCH].astype("<u4")])
     rest += columns.pack(list(prefix_runs[:3]))
     rest += columns.pack([table.astype("<u8")])
+    if not whole:
+        rest += columns.pack([np.array([b.role if b else ORDINARY for b in blocks], "u1")])
     return head + names + chunks.names[present, :28].tobytes() + rest + recipes, len(recipes)
 
 
@@ -167,27 +174,34 @@ def decode_directory(
         raise Corrupt(f"{what}: directory does not parse: {err}") from err
 
 
+def _take_sketch_names(view: memoryview, position: int, count: int) -> tuple[tuple[str, ...], int]:
+    """Return `count` names from `position` on, and the position after them."""
+    names = []
+    for _ in range(count):
+        length = int.from_bytes(view[position : position + 2], "little")
+        names.append(str(view[position + 2 : position + 2 + length], "utf-8"))
+        position += 2 + length
+    return tuple(names), position
+
+
 def _decode_directory(
     view: memoryview, container: ContainerId, domain: bytes, container_bytes: int, what: str
 ) -> Directory:
     magic, block_count, chunk_count, segment_count, depth_max, sketch_count = DIRECTORY.unpack_from(view)
     if (
-        magic not in (_MAGIC, _MAGIC_2, _MAGIC_REST)
+        magic not in (_MAGIC, _MAGIC_4, _MAGIC_WHOLE, _MAGIC_2)
         or sketch_count > SKETCHES_MAX
         or depth_max > DEPTH_MAX
         or chunk_count > ROWS_MAX
     ):
         raise Corrupt(f"{what}: not a directory")
     position, name_count = DIRECTORY.size, chunk_count
-    if magic == _MAGIC_REST:
+    may_lack_chunks = magic in (_MAGIC, _MAGIC_4)
+    if may_lack_chunks:
         (name_count,) = _NAMES.unpack_from(view, position)
         position += _NAMES.size
         _expect(name_count <= chunk_count, what, "more names than chunks")
-    sketch_names: list[str] = []
-    for _ in range(sketch_count):
-        length = int.from_bytes(view[position : position + 2], "little")
-        sketch_names.append(str(view[position + 2 : position + 2 + length], "utf-8"))
-        position += 2 + length
+    sketch_names, position = _take_sketch_names(view, position, sketch_count)
     names28 = np.frombuffer(view, np.uint8, name_count * 28, position).reshape(name_count, 28)
     position += name_count * 28
 
@@ -207,13 +221,15 @@ def _decode_directory(
         (prefix_counts,) = take(_PREFIX_COLUMNS, BLOCKS_MAX)
         prefix_runs = take(_RUN_COLUMNS, ROWS_MAX)
     (table,) = take(_REF_COLUMNS, location_runs.TABLE_MAX)
+    role_columns = take(_ROLE_COLUMNS, BLOCKS_MAX) if magic == _MAGIC else []
     recipe_start = position
     segment_columns = take(_SEGMENT_COLUMNS, ROWS_MAX)
     run_columns = take(_RUN_COLUMNS, ROWS_MAX)
     _expect(position == len(view), what, "bytes left over")
     found = len(block_columns[0]), len(chunk_columns[0]), len(segment_columns[0])
     _expect(found == (block_count, chunk_count, segment_count), what, "its tables have other rows than its head states")
-    blocks = _build_blocks(block_columns, depth_max, container_bytes - len(view), what, whole=magic != _MAGIC_REST)
+    other_bytes = container_bytes - len(view)
+    blocks = _build_blocks(block_columns, role_columns, depth_max, other_bytes, what, whole=not may_lack_chunks)
     _expect(
         magic != _MAGIC_2 or _all_below(blocks.kinds, PATCH), what, "a patch block in a directory of an older format"
     )
@@ -227,7 +243,7 @@ def _decode_directory(
         container,
         domain,
         depth_max,
-        tuple(sketch_names),
+        sketch_names,
         blocks,
         chunks,
         segments,
@@ -247,7 +263,15 @@ class _Scope:
     what: str
 
 
-def _build_blocks(found: list[NDArray[Any]], depth_max: int, other_bytes: int, what: str, *, whole: bool) -> BlockTable:
+def _build_blocks(
+    found: list[NDArray[Any]],
+    roles_found: list[NDArray[Any]],
+    depth_max: int,
+    other_bytes: int,
+    what: str,
+    *,
+    whole: bool,
+) -> BlockTable:
     """Build the block table.
 
     `other_bytes` of the container are header, blocks and footer.
@@ -263,10 +287,20 @@ def _build_blocks(found: list[NDArray[Any]], depth_max: int, other_bytes: int, w
         what,
         "a block that is half gone",
     )
+    roles = _build_roles(roles_found[0], kinds, is_removed, what) if roles_found else None
     records = np.where(is_removed, 0, stored.astype(np.int64) + BLOCK.size)
     _expect(HEADER.size + int(records.sum()) + FOOTER.size == other_bytes, what, "its blocks do not fill the container")
     offsets = HEADER.size + BLOCK.size + np.cumsum(records) - records
-    return BlockTable(offsets.astype(np.uint64), stored, raw, codecs, kinds, depths)
+    return BlockTable(offsets.astype(np.uint64), stored, raw, codecs, kinds, depths, roles)
+
+
+def _build_roles(roles: U8, kinds: U8, is_removed: Bools, what: str) -> U8:
+    _expect(len(roles) == len(kinds), what, "its roles are not those of its blocks")
+    _expect(_all_below(roles, len(ROLES)), what, "a block of unknown role")
+    _expect(not np.any(roles[is_removed]), what, "a removed block with a role")
+    _expect(not np.any(kinds[roles == MERGED] == XDELTA3), what, "a merged block of deltas")
+    _expect(bool(np.all(kinds[roles == REFERENCE] == PATCH)), what, "a reference block without a prefix")
+    return roles.copy()  # a view would keep the bytes of all columns
 
 
 def _build_prefixes(

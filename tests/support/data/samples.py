@@ -156,6 +156,42 @@ def patch_container() -> bytes:
     return encode_container(CONTAINER, DOMAIN, 3, SKETCHES[:1], blocks, chunks, segments, prefixes).data
 
 
+def merged_container() -> bytes:
+    """Return a container of 3 chunks as a GC run merges them.
+
+    Chunks 0 and 2, which was appended, are in merged block 1; chunk 1 is a slice of chunk 2, in reference block 2;
+    block 0 was removed.
+    """
+    own, appended = b"row %04d of the own chunk; " * 20, PATCHED_BASES[0]
+    content = np.frombuffer(own + appended, np.uint8)
+    options: dict[int, int] = {CompressionParameter.compression_level: 3, CompressionParameter.content_size_flag: 1}
+    reference = encode_patch(np.frombuffer(appended[100:400], np.uint8), appended, 1, compressor(), options)
+    blocks = [
+        None,
+        replace(encode_block(content, container_layout.RAW, 0, compressor()), role=container_layout.MERGED),
+        replace(reference, role=container_layout.REFERENCE),
+    ]
+    lengths = [len(own), 300, len(appended)]
+    base = Locations(np.array([CONTAINER], np.uint64), np.array([2], np.uint32))
+    chunks = ChunkTable(
+        names=names_of(lengths),
+        lengths=np.array(lengths, np.uint32),
+        blocks=np.array([1, 2, 1], np.uint32),
+        positions=np.array([0, 0, len(own)], np.uint32),
+        encoded=np.array(lengths, np.uint32),
+        depths=np.array([0, 1, 0], np.uint8),
+        bases=Locations(np.array([0, CONTAINER, 0], np.uint64), np.array([0, 2, 0], np.uint32)),
+        ranks=np.array([0, container_layout.REFERENCE_RANK, 0], np.uint8),
+    )
+    segments = SegmentTable(
+        bounds=np.array([0, 2], np.uint32),
+        sketches=np.array([0], np.uint8),
+        chunks=Locations(np.full(2, CONTAINER, np.uint64), np.arange(2, dtype=np.uint32)),
+    )
+    prefixes = PrefixTable(np.array([0, 0, 0, 1], np.uint32), base)
+    return encode_container(CONTAINER, DOMAIN, 1, SKETCHES[:1], blocks, chunks, segments, prefixes).data
+
+
 def empty_container() -> bytes:
     """Return a container without content: header, empty directory, footer."""
     none8, none32 = np.zeros(0, np.uint8), np.zeros(0, np.uint32)

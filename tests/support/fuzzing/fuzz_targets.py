@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -47,6 +48,8 @@ from tests.support.fuzzing import fuzz_gateway
 INPUT_BYTES_MAX = 64 * 1024
 MEMORY_BYTES_MAX = 768 << 20
 """Memory that an input may add to the process: the largest tables of the formats have 2^24 rows."""
+OLDER_CONTAINER = Path(__file__).parents[2] / "golden" / "container_v4.bin"
+"""A seed of a format that is read, but no longer written."""
 
 
 @frozen
@@ -92,8 +95,14 @@ def _both(*make: Callable[[], bytes]) -> list[bytes]:
 
 
 def _containers() -> list[bytes]:
-    kinds = (samples.small_container, samples.rest_container, samples.patch_container, samples.empty_container)
-    return _both(*kinds)
+    kinds = (
+        samples.small_container,
+        samples.rest_container,
+        samples.patch_container,
+        samples.merged_container,
+        samples.empty_container,
+    )
+    return [*_both(*kinds), OLDER_CONTAINER.read_bytes()]
 
 
 @cache

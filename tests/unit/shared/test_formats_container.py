@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ import pytest
 from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
 from nearkin_shared.formats import columns, container_layout
 from nearkin_shared.formats.block import decode_block, encode_block
-from nearkin_shared.formats.container import EncodedContainer, decode_container, encode_container
+from nearkin_shared.formats.block_kinds import block_roles
+from nearkin_shared.formats.container import EncodedContainer, copied_block, decode_container, encode_container
 from nearkin_shared.formats.directory import ChunkTable
 from tests.support.data import samples
 
@@ -48,7 +49,7 @@ def test_empty_container_is_156_bytes() -> None:
 
 def test_rewritten_container_keeps_ordinals_and_lists_removed() -> None:
     data, before = samples.rest_container(), decode_container(samples.small_container(), "whole")
-    assert int.from_bytes(data[4:6], "little") == container_layout.VERSION == 4
+    assert int.from_bytes(data[4:6], "little") == container_layout.VERSION == 5
     assert int.from_bytes(samples.small_container()[4:6], "little") == container_layout.VERSION_WHOLE == 3
     directory = decode_container(data, "rest")
     assert directory.chunks.there.tolist() == [True, False, False, True, False, False]
@@ -68,7 +69,7 @@ def test_rewritten_container_keeps_ordinals_and_lists_removed() -> None:
 def test_removed_chunks_have_no_other_data() -> None:
     directory = samples.directory_of(samples.rest_container())
     names = container_layout.DIRECTORY.size
-    assert directory[:4] == b"NKD3"
+    assert directory[:4] == b"NKD4"
     for count in (1, 3, 7, 1 << 31):
         wrong = directory[:names] + count.to_bytes(4, "little") + directory[names + 4 :]
         with pytest.raises(Corrupt):
@@ -102,7 +103,13 @@ def _written(chunks: ChunkTable, changes: dict[str, Any]) -> bytes:
 
 @pytest.mark.parametrize(
     "make",
-    [samples.small_container, samples.patch_container, samples.rest_container, samples.empty_container],
+    [
+        samples.small_container,
+        samples.patch_container,
+        samples.rest_container,
+        samples.merged_container,
+        samples.empty_container,
+    ],
 )
 def test_each_flipped_bit_is_detected(make: Callable[[], bytes]) -> None:
     data = bytearray(make())
@@ -233,3 +240,48 @@ def test_container_parts_are_verified_before_the_write() -> None:
     moved = [header, blocks, directory, lead, columns.check_bytes(header, lead), magic]
     with pytest.raises(Corrupt, match="its footer states"):
         EncodedContainer(moved, 0, 0).read_back("made")
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ([0, 1, 3], "a block of unknown role"),
+        ([1, 1, 2], "a removed block with a role"),
+        ([0, 2, 2], "a reference block without a prefix"),
+        ([0, 1], "roles are not those of its blocks"),
+    ],
+)
+def test_wrong_roles_are_refused(roles: list[int], message: str) -> None:
+    data = samples.merged_container()
+    directory = samples.directory_of(data)
+    right, wrong = (columns.pack([np.array(values, "u1")]) for values in ([0, 1, 2], roles))
+    assert directory.count(right) == 1
+    with pytest.raises(Corrupt, match=message):
+        decode_container(samples.with_directory(data, directory.replace(right, wrong)), "wrong")
+
+
+def test_merged_block_of_deltas_is_refused() -> None:
+    """A merged block that depends on others has a prefix, which GC runs read."""
+    data = samples.rest_container()
+    directory = samples.directory_of(data)
+    right, wrong = (columns.pack([np.array([0, 0, 0, 0, role], "u1")]) for role in (0, container_layout.MERGED))
+    assert directory.count(right) == 1
+    with pytest.raises(Corrupt, match="a merged block of deltas"):
+        decode_container(samples.with_directory(data, directory.replace(right, wrong)), "wrong")
+
+
+def test_ranks_of_merged_chunks_give_deltas_no_role() -> None:
+    """Guess no role that a container of format 5 could not record."""
+    found = decode_container(samples.rest_container(), "rest")
+    for rank in (container_layout.MERGED_RANK, container_layout.REFERENCE_RANK):
+        chunks = replace(found.chunks, ranks=np.full(6, rank, np.uint8))
+        unrecorded = replace(found, blocks=replace(found.blocks, roles=None), chunks=chunks)
+        assert block_roles(unrecorded).tolist() == [0] * 5
+
+
+def test_copied_block_keeps_its_role() -> None:
+    data = samples.merged_container()
+    directory = decode_container(data, "merged")
+    rows, roles = directory.block_rows, block_roles(directory).tolist()
+    copied = [copied_block(directory, number, data[rows[number].place], roles[number]) for number in (1, 2)]
+    assert [block.role for block in copied] == [container_layout.MERGED, container_layout.REFERENCE]

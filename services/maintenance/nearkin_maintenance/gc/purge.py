@@ -181,7 +181,7 @@ class Purge:
                 payload = self._reader.read(directory.domain, Locations(containers, part.astype(np.uint32)))
                 none, no_bytes, no_lengths = Locations.empty(), np.zeros(0, np.uint8), np.zeros(0, np.uint32)
                 block = BlockSlice(container_layout.RAW, 0, payload, lengths, none, none, no_bytes, no_lengths)
-                new.write(part, self._encode_block(block), lengths)
+                new.write(part, self._encode_block(block), lengths, int(new.roles[number]))
                 new.clear_bases(part)
         return new.encode(dropped_recipes)
 

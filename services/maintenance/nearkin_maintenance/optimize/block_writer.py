@@ -79,7 +79,8 @@ class BlockWriter:
         """Encode the chunks `rows` of a block again. Raises Corrupt."""
         block_slice = self._slice_of(directory, number, rows, self.read_verified(directory, rows))
         result = self._encoder(block_slice)
-        new.write(rows, result, block_slice.lengths if result.encoded is None else result.encoded)
+        encoded = block_slice.lengths if result.encoded is None else result.encoded
+        new.write(rows, result, encoded, int(new.roles[number]))
         if result.block.kind == container_layout.RAW:
             new.clear_bases(rows)
         else:
@@ -109,8 +110,9 @@ class BlockWriter:
         best_bases, lengths = directory.chunks.bases.take(rows), directory.chunks.lengths[rows]
         kind = container_layout.PATCH if len(bases) else container_layout.RAW
         block_slice = BlockSlice(kind, depth, payload, lengths, best_bases, bases, base_payload, plan.lengths)
-        result = self._write_merged(block_slice) if merged_blocks(directory)[number] else self._encoder(block_slice)
-        new.write(rows, result, lengths if result.encoded is None else result.encoded)
+        role = int(new.roles[number])
+        result = self._write_merged(block_slice) if role == container_layout.MERGED else self._encoder(block_slice)
+        new.write(rows, result, lengths if result.encoded is None else result.encoded, role)
         if result.block.kind == container_layout.RAW:
             new.clear_bases(rows)
             return
@@ -136,10 +138,17 @@ class BlockWriter:
         self.copy_encoded(new, directory, blocks.end())
 
     def copy_encoded(self, new: NewGeneration, directory: Directory, blocks: list[RebasedChunks]) -> None:
-        """Write blocks that a regrouper encoded."""
+        """Write blocks that a regrouper encoded.
+
+        A raw block with chunks of a merged block is a merged block again.
+        """
+        is_merged = new.roles == container_layout.MERGED
         for one in blocks:
             rows, result = one.rows, one.result
-            new.write(rows, result, directory.chunks.lengths[rows] if result.encoded is None else result.encoded)
+            has_merged = result.block.kind == container_layout.RAW and is_merged[directory.chunks.blocks[rows]].any()
+            role = container_layout.MERGED if has_merged else container_layout.ORDINARY
+            encoded = directory.chunks.lengths[rows] if result.encoded is None else result.encoded
+            new.write(rows, result, encoded, role)
             if result.block.kind != container_layout.RAW:
                 new.set_bases(rows, one.best, container_layout.LOCALITY_RANK)
 

@@ -20,7 +20,9 @@ from nearkin_shared.errors import Corrupt
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block import EncodedBlock, decode_block
+from nearkin_shared.formats.block_kinds import block_roles
 from nearkin_shared.formats.container import copied_block, decode_container, encode_container
+from nearkin_shared.formats.container_layout import ORDINARY, RAW, REFERENCE
 from nearkin_shared.formats.directory import ChunkTable, Directory, PrefixTable, SegmentTable, positions_in_blocks
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.storage.containers import ContainerStore, object_name
@@ -44,6 +46,8 @@ class NewGeneration:
         count = len(directory.chunks)
         self._containers = containers
         self._directory = directory
+        self.roles: U8 = block_roles(directory)
+        """Roles of the blocks of the previous generation."""
         first = containers.generation(directory.container) == 0
         self._recompress = encoder.recompress
         self._to_recompress = may_compress_further(directory) & (first and encoder.can_recompress)
@@ -80,7 +84,7 @@ class NewGeneration:
         directory = self._directory
         record = self._containers.record(directory.container, number)
         decoded = decode_block(record, f"{object_name(directory.container)} block {number}")  # verifies the checksum
-        block = copied_block(directory, number, record)
+        block = copied_block(directory, number, record, int(self.roles[number]))
         block = block if depth is None else replace(block, depth=depth)
         pending = _ready(block)
         if self._to_recompress[number]:  # a raw block, and so is its recompressed form
@@ -110,9 +114,14 @@ class NewGeneration:
         """Remove the bases of rows."""
         self.set_bases(rows, Locations.empty(len(rows)), 0)
 
-    def write(self, rows: NDArray[np.intp], result: EncodedResult, encoded: U32) -> None:
-        """Write chunks `rows`, in payload order, of `encoded` bytes each, as the next block."""
-        self.write_pending(rows, _ready(result.block), result.block.depth, result.prefix, encoded)
+    def write(self, rows: NDArray[np.intp], result: EncodedResult, encoded: U32, role: int) -> None:
+        """Write chunks `rows`, in payload order, of `encoded` bytes each, as the next block.
+
+        `role` is that of the block which contained them. A reference block that became raw is an ordinary one.
+        """
+        is_ordinary = role == REFERENCE and result.block.kind == RAW
+        block = replace(result.block, role=ORDINARY if is_ordinary else role)
+        self.write_pending(rows, _ready(block), block.depth, result.prefix, encoded)
         self.held_bytes += len(result.block.payload)
 
     def write_pending(
@@ -185,7 +194,7 @@ def _ready(block: EncodedBlock) -> PendingBlock:
 
 def _wait_for_smaller(recompressed: PendingBlock, block: EncodedBlock) -> EncodedBlock:
     found = recompressed()
-    return found if found.stored_bytes < block.stored_bytes else block
+    return replace(found, role=block.role) if found.stored_bytes < block.stored_bytes else block
 
 
 def may_compress_further(directory: Directory) -> Bools:

@@ -12,7 +12,7 @@ Invariant: the new generation holds every readable chunk of the previous one, un
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from nearkin_maintenance.optimize.encoder_port import BlockEncoderPort, BlockSli
 from nearkin_shared.errors import Corrupt, PermanentError
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block import EncodedBlock, decode_block, lost_block
+from nearkin_shared.formats.block_kinds import block_roles
 from nearkin_shared.formats.container import copied_block, decode_container
 from nearkin_shared.formats.directory import ChunkTable, Directory, positions_in_blocks
 from nearkin_shared.storage.containers import ContainerStore, object_name
@@ -163,26 +164,31 @@ class ContainerRepairer:
         broken: list[int],
         found: Mapping[Name, U8],
     ) -> RepairedContainer:
-        blocks, chunks = directory.blocks, directory.chunks
+        chunks, roles = directory.chunks, block_roles(directory).tolist()
         kept = [
-            copied_block(directory, number, records[number]) if number in records and number not in broken else None
-            for number in range(len(blocks))
+            copied_block(directory, number, records[number], role)
+            if number in records and number not in broken
+            else None
+            for number, role in enumerate(roles)
         ]
         prefixes = [directory.prefixes.of(number) if kept[number] else Locations.empty() for number in range(len(kept))]
         new = _Rows(chunks, kept, prefixes)
         count = lost_count = 0
         for number in broken:
             rows = np.flatnonzero(chunks.there & (chunks.blocks == number))
+            # Chunks of a reference block become ordinary raw ones.
+            role = container_layout.MERGED if roles[number] == container_layout.MERGED else container_layout.ORDINARY
             there = np.array([chunks.names[row].tobytes() in found for row in rows.tolist()], np.bool_)
             for part in _portions(rows[there], chunks.lengths):
                 payload = np.concatenate([found[chunks.names[row].tobytes()] for row in part.tolist()])
                 none, no_bytes, no_lengths = Locations.empty(), np.zeros(0, np.uint8), np.zeros(0, np.uint32)
                 lengths = chunks.lengths[part]
                 whole = BlockSlice(container_layout.RAW, 0, payload, lengths, none, none, no_bytes, no_lengths)
-                new.move(part, self._recode(whole).block)
+                new.move(part, replace(self._recode(whole).block, role=role))
             was = records[number]
             for part in _portions(rows[~there], chunks.lengths):
-                new.move(part, lost_block(int(chunks.lengths[part].sum(dtype=np.uint64)), was))
+                lost = lost_block(int(chunks.lengths[part].sum(dtype=np.uint64)), was)
+                new.move(part, replace(lost, role=role))
                 was = b""  # kept in the first lost block only
             count += int(np.count_nonzero(there))
             lost_count += int(np.count_nonzero(~there))

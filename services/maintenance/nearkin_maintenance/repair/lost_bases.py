@@ -18,6 +18,7 @@ import numpy as np
 from nearkin_maintenance.optimize.container_rewriter import encode_generation
 from nearkin_shared.errors import PermanentError
 from nearkin_shared.formats.block import EncodedBlock, decode_block
+from nearkin_shared.formats.block_kinds import block_roles
 from nearkin_shared.formats.container import copied_block
 from nearkin_shared.formats.directory import ChunkTable, Directory, positions_in_blocks
 from nearkin_shared.reading.chunk_reader import ChunkReader
@@ -82,10 +83,11 @@ def encode_without(containers: ContainerStore, directory: Directory, removed: U3
     used = np.zeros(len(blocks), np.bool_)
     used[chunks.blocks[stays]] = True
     used &= blocks.raw > 0
+    roles = block_roles(directory).tolist()
     kept: list[EncodedBlock | None] = []
     for number in range(len(blocks)):
         record = bytes(containers.record(directory.container, number)) if used[number] else b""
-        kept.append(copied_block(directory, number, record) if used[number] else None)
+        kept.append(copied_block(directory, number, record, roles[number]) if used[number] else None)
     numbers, encoded = (np.where(stays, column, 0).astype(np.uint32) for column in (chunks.blocks, chunks.encoded))
     table = ChunkTable(
         np.where(stays[:, None], chunks.names, np.uint8(0)),

@@ -9,6 +9,8 @@ Invariant: each chunk keeps its number and never gets deeper.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -20,10 +22,11 @@ from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.gc.retained_bytes import NAME_AND_ROW_BYTES, bytes_of_chunks
 from nearkin_maintenance.optimize.block_writer import BlockWriter
 from nearkin_maintenance.optimize.container_rewriter import NewGeneration, VerifiedReader
-from nearkin_maintenance.optimize.encoder_port import BlockEncoderPort, BlockSlice, EncodedResult
+from nearkin_maintenance.optimize.encoder_port import BlockEncoderPort, BlockSlice, EncodedResult, PendingBlock
 from nearkin_maintenance.optimize.merge.merge_planner import NO_REGION, MergeBounds, MergePlan, plan_merge
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats import container_layout
+from nearkin_shared.formats.block import EncodedBlock
 from nearkin_shared.formats.block_kinds import reference_blocks
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.limits import KIB, PREFIX_BYTES_MIN
@@ -229,7 +232,7 @@ class MergeExecutor:
         payload = np.concatenate([self._block_writer.read_verified(directory, rows), merged_payload])
         block = self._encoder.encode_merged(payload, prefix, base_payload, depth)
         all_rows, all_lengths = np.concatenate([rows, merged_rows]), np.concatenate([old.lengths[rows], lengths])
-        new.write_pending(all_rows, block, depth, prefix, all_lengths)
+        new.write_pending(all_rows, partial(_wait_for_merged, block), depth, prefix, all_lengths)
         if not len(prefix):
             new.clear_bases(all_rows)
         else:  # the base at about the same stream position counts as the best one
@@ -331,12 +334,17 @@ class MergeExecutor:
 
     def _write_reference(self, new: NewGeneration, reference: BlockReference) -> None:
         rows, result = reference.rows, reference.result
-        new.write(rows, result, new.lengths[rows] if result.encoded is None else result.encoded)
+        encoded = new.lengths[rows] if result.encoded is None else result.encoded
+        new.write(rows, result, encoded, container_layout.REFERENCE)
         if result.block.kind == container_layout.RAW:
             new.clear_bases(rows)
             return
         to = Locations(np.full(len(rows), reference.holder, np.uint64), np.full(len(rows), reference.to, np.uint32))
         new.set_bases(rows, to, container_layout.REFERENCE_RANK)
+
+
+def _wait_for_merged(block: PendingBlock) -> EncodedBlock:
+    return replace(block(), role=container_layout.MERGED)
 
 
 def _aligned_bases(lengths: NDArray[np.uint32], base_lengths: NDArray[np.uint32]) -> NDArray[np.intp]:
