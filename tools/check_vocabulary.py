@@ -5,8 +5,9 @@
     python tools/check_vocabulary.py --commits A..B     the subjects of these commits
     python tools/check_vocabulary.py --count            how often each word occurs in the whole repository
 
-Text is Markdown, YAML, and the docstrings, comments and strings of Python. Code in backticks, code fences, links,
-file names, dotted names and single quoted words are skipped: they may be identifiers of other projects.
+Text is Markdown, YAML, the docstrings, comments and strings of Python, the comments and strings of JavaScript, and the
+text, titles and labels of HTML templates. Code in backticks, code fences, links, file names, dotted names and single
+quoted words are skipped: they may be identifiers of other projects.
 """
 
 from __future__ import annotations
@@ -28,16 +29,25 @@ import click
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_name("vocabulary.toml")
 PYTHON = frozenset({".py", ".pyi", ".pyx"})
-SUFFIXES = PYTHON | {".md", ".yaml", ".yml"}
+SUFFIXES = PYTHON | {".html", ".js", ".md", ".yaml", ".yml"}
 CODE = re.compile(
     r"(?ms)^ *(?P<fence>```|~~~).*?^ *(?P=fence)"  # Markdown code fence
-    r"|(?P<ticks>`+)[^`]+?(?P=ticks)"  # code in backticks, as in `name`
+    r"|(?P<ticks>`+)[^`\n]+(?:\n[^`\n]+)?(?P=ticks)"  # code in backticks, as in `name`, over two lines at most
     r"|\]\([^)\s]*\)|<?https?://[^\s>)]+>?"  # link target, address
     r"|[\w.-]*/\S*\.\w+|(?:[\w.-]+/){2,}[\w.-]*"  # path
     r"|\b\w+(?:\.\w+)+|\b\w*_\w*\b|\B--?\w[\w-]*"  # file name or dotted name; identifier; option
     r"|\{[^{}\s]+\}"  # field of a format string
     r"|\"[\w-]+\"|'[\w-]+'"  # one quoted word
 )
+SCRIPT = re.compile(
+    r"(?ms)(?P<comment>//[^\n]*|/\*.*?\*/)"
+    r"|(?P<quote>[\"'`])(?P<string>(?:\\.|(?!(?P=quote)).)*)(?P=quote)"  # string, or template of it
+    r"|(?<=[=(,:])[ ]*/(?![/*])(?:\\.|\[(?:\\.|[^\]\n])*\]|[^/\n])+/\w*"  # pattern: its quotes begin no string
+)
+INSERTED = re.compile(r"\$\{[^{}]*\}")
+TEMPLATE_CODE = re.compile(r"(?s)\{%.*?%\}|\{\{.*?\}\}|<(?:script|style)\b.*?</(?:script|style)>|&\w+;")
+TAG = re.compile(r"(?s)<!?/?[a-z](?:\"[^\"]*\"|'[^']*'|[^'\">])*>")
+SHOWN_ATTRIBUTE = re.compile(r"\b(?:aria-label|alt|content|data-label|label|placeholder|title)=\"([^\"]*)\"")
 F_STRING_PARTS = frozenset(filter(None, (getattr(tokenize, "FSTRING_MIDDLE", None),)))
 """Since Python 3.12 an f-string is several tokens."""
 NAME = re.compile(r"[\w.:/-]*")
@@ -102,13 +112,52 @@ def _compile(pattern: str) -> re.Pattern[str]:
 def read_text(path: Path) -> str:
     """Return the prose of a file at its lines and columns, everything else as spaces."""
     source = path.read_text(encoding="utf-8")
-    text = _python_text(source) if path.suffix in PYTHON else source
-    return mask_code(text)
+    if path.suffix in PYTHON:
+        source = _python_text(source)
+    elif path.suffix == ".js":
+        source = script_text(source)
+    elif path.suffix == ".html":
+        source = page_text(source)
+    return mask_code(source)
 
 
 def mask_code(text: str) -> str:
     """Replace code by spaces; line breaks stay."""
-    return CODE.sub(lambda match: re.sub(r"\S", " ", match[0]), text)
+    return CODE.sub(lambda match: _blank(match[0]), text)
+
+
+def _blank(text: str) -> str:
+    """Return spaces in place of a text; line breaks stay."""
+    return re.sub(r"\S", " ", text)
+
+
+def script_text(source: str) -> str:
+    """Return comments and strings of JavaScript at their lines; a string that is one name is left out."""
+    kept, end = [], 0
+    for match in SCRIPT.finditer(source):
+        text = match["comment"] or match["string"] or ""
+        if match["comment"] is None and NAME.fullmatch(text):
+            text = ""
+        text = INSERTED.sub(lambda inserted: _blank(inserted[0]), text)
+        kept += [_blank(source[end : match.start()]), text or _blank(match[0]), "" if match["comment"] else " "]
+        end = match.end()
+    return "".join([*kept, _blank(source[end:])])
+
+
+def page_text(source: str) -> str:
+    """Return the text of an HTML template, and the attributes that a reader sees, at their lines."""
+    text = TEMPLATE_CODE.sub(lambda match: _blank(match[0]), source)
+    return TAG.sub(_shown_attributes, text)
+
+
+def _shown_attributes(tag: re.Match[str]) -> str:
+    """Return a tag as spaces, except for the values of attributes that a reader sees."""
+    text = tag[0]
+    shown = _blank(text)
+    for attribute in SHOWN_ATTRIBUTE.finditer(text):
+        start, end = attribute.span(1)
+        shown = shown[:start] + attribute[1] + shown[end:]
+    return shown
 
 
 def _python_text(source: str) -> str:

@@ -122,6 +122,54 @@ def test_read_text_of_python_is_comments_and_strings(tmp_path: Path) -> None:
     ]
 
 
+def findings_of(path: Path, source: str) -> list[tuple[int, str]]:
+    """Write a file and return its refused words, each with its line."""
+    path.write_text(source)
+    return [(finding.line, finding.word.name) for finding in check.find_all([path], VOCABULARY)]
+
+
+def test_read_text_with_unpaired_backtick_reads_on(tmp_path: Path) -> None:
+    """A backtick without its pair hides nothing after it; code in backticks may end on the next line."""
+    source = 'TICK = "`x"\n# nobody waits\nOTHER = 1\n# `a\n# round` is a name\n# written anew\n'
+    assert findings_of(tmp_path / "module.py", source) == [(2, "nobody, somebody, anybody"), (6, "anew")]
+
+
+def test_read_text_of_script_is_comments_and_strings(tmp_path: Path) -> None:
+    """Names, patterns and inserted expressions of JavaScript are skipped; templates and comments are read."""
+    source = (
+        "// Written anew.\n"
+        'import { beside } from "./place.js";\n'
+        "const place = beside.round(`${place} is healed`);\n"
+        "const quote = text.match(/[\"'`]/u); /* nobody\n"
+        "   waits on its way */\n"
+        "const state = 'round';\n"
+        'say("The next round frees it.");\n'
+    )
+    assert findings_of(tmp_path / "script.js", source) == [
+        (1, "anew"),
+        (3, "heal, mend"),
+        (4, "nobody, somebody, anybody"),
+        (5, "on its way"),
+        (7, "round"),
+    ]
+
+
+def test_read_text_of_page_is_shown_text(tmp_path: Path) -> None:
+    """Tags, classes and template code of a page are skipped; text, titles and labels are read."""
+    source = (
+        '{% if place %}<p class="round" id="beside">Written anew.</p>\n'
+        '<table aria-label="The heirs of a chunk">\n'
+        "{% for round in rounds %}<td>{{ round.place }} &lt; healed</td>{% endfor %}\n"
+        "</table>{# nobody reads this #}{% endif %}\n"
+    )
+    assert findings_of(tmp_path / "page.html", source) == [
+        (1, "anew"),
+        (2, "heir"),
+        (3, "heal, mend"),
+        (4, "nobody, somebody, anybody"),
+    ]
+
+
 def test_find_all_with_other_meaning_skips_word(tmp_path: Path) -> None:
     """A word is not refused in files where it is a term of another field.
 
