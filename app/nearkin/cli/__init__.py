@@ -161,7 +161,7 @@ def _fail(kind: str, message: str, code: int, as_json: bool) -> int:
         line = json.dumps({"error": {"kind": kind, "message": line}})
     else:
         line = f"nearkin: {line}"
-        if not line.isprintable():  # a path, or what a server said
+        if not line.isprintable():  # a path, or the text of a server
             from nearkin_shared.utils.terminal import printable
 
             line = printable(line)

@@ -303,13 +303,13 @@ def change_config(changes: Mapping[str, object]) -> Conversation[dict[str, Any]]
 
 
 def gc_state() -> Conversation[dict[str, Any]]:
-    """Ask what the last round of garbage collection did, and whether collection is paused."""
+    """Request the result of the last GC run, and whether GC is paused."""
     answer = yield Call("GET", "/v1/gc")
     return _object(answer)
 
 
 def change_gc(action: str) -> Conversation[dict[str, Any]]:
-    """Ask for a round (`run`), `pause` collection or `resume` it."""
+    """Request a GC run (`run`), or `pause` or `resume` GC."""
     headers = {"Content-Type": "application/json"}
     answer = yield Call("POST", "/v1/gc", headers=headers, body=json.dumps({"action": action}).encode())
     return _object(answer)

@@ -266,4 +266,4 @@ class TracingSettings:
     endpoint: Annotated[str | None, ServerUrl()] = None
     """URL of the collector, such as http://otel-collector:4318. Unset: no tracing."""
     ratio: Annotated[float, ShareRange(1.0)] = 0.01
-    """ShareRange of the requests that are traced. A request with a trace context is traced as the context requests."""
+    """Share of the requests that are traced. A request with a trace context is traced as the context requests."""

@@ -150,7 +150,7 @@ class ObjectStoreSettings:
     secret_access_key: str | None = field(default=None, repr=False)
     """Secret key. Prefer NEARKIN_OBJECT_STORE__SECRET_ACCESS_KEY to a file."""
     session_token: str | None = field(default=None, repr=False)
-    """TokenText of temporary credentials."""
+    """Session token of temporary credentials."""
     allow_http: bool = False
     """Accept an `endpoint` without encryption."""
     virtual_hosted: bool = False

@@ -17,7 +17,7 @@ WIDTH, HEIGHT = 720, 240
 LEFT, RIGHT, TOP, BOTTOM = 104, 12, 12, 34
 TICKS_MAX = 5
 STRIP_WIDTH, STRIP_BINS_MAX = 960, 240
-"""4 px a bin: thinner ones cannot be summary apart or pointed at."""
+"""4 px a bin: thinner columns cannot be distinguished or pointed at."""
 KINDS = ("zero", "duplicate", "delta", "raw")
 
 

@@ -1,4 +1,4 @@
-// What changes something: deletions, settings, dead letters. Invariant: what takes data away asks first.
+// Change the store: deletions, settings, dead letters. Invariant: an action that removes data asks for confirmation.
 
 import { call, keyPath, say, visible } from "./api.js";
 import { refresh } from "./live.js";

@@ -1,4 +1,5 @@
-// Requests to the gateway. Invariant: every change carries the page's CSRF token; a refusal says its problem's detail.
+// Send requests to the gateway. Invariant: every change carries the page's CSRF token; the error of a refusal has the
+// detail of its problem document.
 
 export const csrf = () => document.querySelector('meta[name="nearkin-csrf"]')?.content ?? "";
 
@@ -16,7 +17,7 @@ export async function problemOf(response) {
   try {
     detail = (await response.json()).detail ?? detail;
   } catch {
-    // not a problem document: the status says it
+    // not a problem document: the status is shown
   }
   return new Refused(response.status, detail);
 }
@@ -31,7 +32,7 @@ export async function call(method, path, { body, headers } = {}) {
   return response;
 }
 
-// Invisible characters as escapes, as the pages have them (dashboard/names.py).
+// Invisible characters as escapes, as on the pages (dashboard/display_names.py).
 const INVISIBLE = /[\p{C}\p{Zl}\p{Zp}\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u2800\u3164\uffa0\ufe00-\ufe0f\u{e0100}-\u{e01ef}]/gu;
 
 function escape(character) {

@@ -1,4 +1,5 @@
-// Uploads by tus 1.0. Invariant: an upload goes on where the gateway says that it is durable, after a break and a reload.
+// Upload files by tus 1.0. Invariant: after a lost connection or a reload, an upload continues at the offset that is
+// durable in the gateway.
 
 import { call, csrf, problemOf, Refused, say, visible } from "./api.js";
 import { refresh } from "./live.js";
@@ -35,7 +36,7 @@ export function setUp(form) {
     if (chosen.length) begin(chosen);
   };
   files.addEventListener("change", taken);
-  taken(); // chosen before this script had come
+  taken(); // files chosen before this script was loaded
   form.addEventListener("submit", (event) => event.preventDefault());
   for (const kind of ["dragenter", "dragover"]) {
     form.addEventListener(kind, (event) => {
@@ -84,9 +85,9 @@ class Upload {
 
   async run() {
     try {
-      const place = await this.send();
+      const url = await this.send();
       this.size.textContent = "committing";
-      const outcome = await this.outcome(place);
+      const outcome = await this.outcome(url);
       this.bar.value = this.bar.max;
       this.size.textContent = human(this.file.size);
       const added = outcome.ledger?.stored_bytes;
@@ -102,27 +103,27 @@ class Upload {
     }
   }
 
-  // Returns where the upload is, once all bytes of it are durable.
+  // Returns the URL of the upload once all its bytes are durable.
   async send() {
-    let place = localStorage.getItem(mark(this.file, this.key));
+    let url = localStorage.getItem(mark(this.file, this.key));
     for (let tries = 0; ; tries += 1) {
       try {
         let offset = 0;
-        if (place === null) {
-          place = await this.create();
-          localStorage.setItem(mark(this.file, this.key), place);
+        if (url === null) {
+          url = await this.create();
+          localStorage.setItem(mark(this.file, this.key), url);
         } else {
-          const head = await fetch(place, { method: "HEAD", headers: TUS });
+          const head = await fetch(url, { method: "HEAD", headers: TUS });
           if (head.status === 404) {
-            place = null; // expired
+            url = null; // expired
             continue;
           }
           if (!head.ok) throw await problemOf(head);
           offset = Number(head.headers.get("Upload-Offset"));
         }
-        if (offset < this.file.size) await this.patch(place, offset);
+        if (offset < this.file.size) await this.patch(url, offset);
         localStorage.removeItem(mark(this.file, this.key));
-        return place;
+        return url;
       } catch (error) {
         const passes = !(error instanceof Refused) || [409, 423, 429, 503].includes(error.status);
         if (!passes || tries >= TRIES_MAX) throw error;
@@ -138,10 +139,10 @@ class Upload {
     return response.headers.get("Location");
   }
 
-  patch(place, offset) {
+  patch(url, offset) {
     return new Promise((done, failed) => {
-      const request = new XMLHttpRequest(); // fetch tells nothing of how far a body is
-      request.open("PATCH", place);
+      const request = new XMLHttpRequest(); // fetch reports no progress of a request body
+      request.open("PATCH", url);
       const headers = { ...TUS, "Upload-Offset": offset, "X-Nearkin-CSRF": csrf() };
       for (const [name, value] of Object.entries(headers)) request.setRequestHeader(name, value);
       request.setRequestHeader("Content-Type", "application/offset+octet-stream");
@@ -153,7 +154,7 @@ class Upload {
         try {
           detail = JSON.parse(request.responseText).detail;
         } catch {
-          // the status says it
+          // no problem document: the status is shown
         }
         failed(new Refused(request.status, detail));
       });
@@ -166,9 +167,9 @@ class Upload {
     this.size.textContent = `${human(bytes)} of ${human(this.file.size)}`;
   }
 
-  async outcome(place) {
+  async outcome(url) {
     for (;;) {
-      const upload = await (await call("GET", place)).json();
+      const upload = await (await call("GET", url)).json();
       if (upload.state === "failed") throw new Error(upload.failure ?? "the upload failed");
       if (upload.status) {
         const found = await (await call("GET", `${upload.status}?wait=20`)).json();
