@@ -94,7 +94,14 @@ def test_json_of_paths_that_are_not_utf8_is_readable(root: Path, tmp_path: Path)
     shutil.copytree(root, folder)
     done = run("--store", folder, "--json", "config", "store")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["store"]["value"] == f"{tmp_path}/bad\\xe9"
+    found = json.loads(done.stdout)["store"]
+    assert found["value"] == f"{tmp_path}/bad\\xe9"
+    assert bytes.fromhex(found["value_hex"]) == os.fsencode(tmp_path) + b"/" + BYTES
+    done = run("--json", "init", os.fsencode(tmp_path) + b"/\x1b new " + BYTES)
+    made = json.loads(done.stdout)
+    assert made["store"] == f"{tmp_path}/\x1b new bad\\xe9"
+    assert bytes.fromhex(made["store_hex"]) == os.fsencode(tmp_path) + b"/\x1b new " + BYTES
+    assert "store_hex" not in json.loads(run("--json", "init", tmp_path / "plain").stdout)
 
 
 def test_characters_beyond_the_basic_plane_stay(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -97,11 +98,11 @@ class _Totals:
 
 
 def _change_json(change: TreeChange, before: TreeSummary, after: TreeSummary) -> dict[str, object]:
-    from nearkin.cli.tree_output import entry_json, path_json
+    from nearkin.cli.tree_output import entry_json
 
     return {
         "change": _NAMES[change.kind],
-        **path_json(b"/" + change.path),
+        "path": os.fsdecode(b"/" + change.path),
         "before": None if change.before is None else entry_json(change.before, before),
         "after": None if change.after is None else entry_json(change.after, after),
     }

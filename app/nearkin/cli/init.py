@@ -41,6 +41,6 @@ def init(folder: str | None) -> None:
     with create_store(path, settings=settings) as store:
         root, store_id = str(store.root), store.store_id
     if session.as_json:
-        print_json({"store": printable(root), "id": store_id})
+        print_json({"store": root, "id": store_id})
     else:
         print_line(f"created store {store_id[:8]} at {printable(root)}")

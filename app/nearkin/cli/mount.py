@@ -6,7 +6,6 @@ Invariant: it ends with code 0 if it is unmounted or interrupted.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def mount(folder: Path, allow_other: bool) -> None:
     from nearkin.cli.tree_location import open_tree_store
     from nearkin.trees.fuse_mount import check_mount_point, load_fuse, mount_store
     from nearkin.trees.mounted_store import MountedStore
-    from nearkin_shared.utils.terminal import printable
+    from nearkin_shared.utils.terminal import printable, to_json
 
     session = current_session()
     load_fuse()
@@ -46,7 +45,7 @@ def mount(folder: Path, allow_other: bool) -> None:
 
     def announce() -> None:
         if session.as_json:
-            print_line(json.dumps({"folder": str(folder)}))  # one line, so that a waiting reader knows its end
+            print_line(to_json({"folder": str(folder)}))  # one line, so that a waiting reader knows its end
         else:
             report(f"mounted at {printable(str(folder))}; Ctrl-C or `fusermount -u DIR` unmounts it")
         if sys.stdout is not None:

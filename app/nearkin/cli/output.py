@@ -7,7 +7,6 @@ Invariant: with `--json` stdout is exactly one JSON value; keys never steer the 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from nearkin.cli.session import is_quiet
 from nearkin_shared.results_json import info_json, kinds
 from nearkin_shared.savings_table import human_bytes, ledger_table, plural
-from nearkin_shared.utils.terminal import json_with_bytes_shown, printable
+from nearkin_shared.utils.terminal import printable, to_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,8 +92,8 @@ def to_stderr(line: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print one JSON value; ASCII only, so that no terminal or locale changes it."""
-    print(json_with_bytes_shown(json.dumps(value, indent=2)))
+    """Print one JSON value by `to_json`; ASCII only, so that no terminal or locale changes it."""
+    print(to_json(value, indent=2))
 
 
 def console() -> Console:

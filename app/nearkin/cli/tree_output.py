@@ -1,12 +1,10 @@
 r"""Print entries of trees, and problems with them.
 
-Paths are bytes. For people everything that a terminal might act on is escaped; JSON, as in other commands, has
-bytes that are not UTF-8 as `\xff`, and the path itself in a second field, hexadecimal.
+Paths are bytes. For people everything that a terminal might act on is escaped; `to_json` keeps all bytes of a path.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Protocol
 
 from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEntry
-from nearkin_shared.utils.terminal import json_with_bytes_shown, printable
+from nearkin_shared.utils.terminal import printable, to_json
 
 if TYPE_CHECKING:
     from nearkin_shared.formats.tree_layout import TreeSummary
@@ -86,23 +84,13 @@ def format_mtime(nanoseconds: int, *, fraction: bool = False) -> str:
     return f"{moment:%Y-%m-%dT%H:%M:%S}{f'.{rest:09}' if fraction else ''}Z"
 
 
-def path_json(path: bytes, name: str = "path") -> dict[str, object]:
-    """Convert a path to the field `name`; one that is not UTF-8 also to `name`_hex."""
-    shown: dict[str, object] = {name: os.fsdecode(path)}
-    try:
-        path.decode()
-    except UnicodeDecodeError:
-        shown[f"{name}_hex"] = path.hex()
-    return shown
-
-
 def entry_json(entry: TreeEntry, summary: TreeSummary) -> dict[str, object]:
     """Convert an entry to JSON.
 
     `path` counts from the root of the tree; values of extended attributes are hexadecimal.
     """
     found: dict[str, object] = {
-        **path_json(b"/" + entry.path),
+        "path": os.fsdecode(b"/" + entry.path),
         "kind": KIND_NAMES[EntryKind(entry.kind)],
         "mode": f"{entry.mode:04o}",
         "uid": entry.uid,
@@ -120,9 +108,9 @@ def entry_json(entry: TreeEntry, summary: TreeSummary) -> dict[str, object]:
     if entry.kind in _DEVICES:
         found["device"] = [os.major(entry.size), os.minor(entry.size)]
     if entry.kind == EntryKind.SYMLINK:
-        found |= path_json(entry.target, "target")
+        found["target"] = os.fsdecode(entry.target)
     if entry.kind == EntryKind.HARD_LINK:
-        found |= path_json(b"/" + entry.target, "target")
+        found["target"] = os.fsdecode(b"/" + entry.target)
     if entry.xattrs:
         found["xattrs"] = {os.fsdecode(name): value.hex() for name, value in entry.xattrs}
     flags = [name for bit, name in _FLAG_NAMES.items() if entry.flags & bit]
@@ -156,12 +144,10 @@ def print_json_lines(
     before = None
     for value in values:
         print_line(lead if before is None else f"{before},")
-        before = f"  {json_with_bytes_shown(json.dumps(value))}"
+        before = f"  {to_json(value)}"
     print_line(lead if before is None else before)
     if name is None:
         print_line("]")
         return
-    fields = "".join(
-        f", {json.dumps(key)}: {json.dumps(value)}" for key, value in (end() if end is not None else {}).items()
-    )
-    print_line(f"]{fields}}}")
+    fields = to_json({} if end is None else dict(end()))[1:]
+    print_line(f"], {fields}" if fields != "}" else "]}")
