@@ -53,13 +53,14 @@ fuzz: setup ## 200,000 changed inputs for each parser; prints the seed, keeps wh
 asan: setup ## the kernels' tests and 10 million inputs of the VCDIFF decoder under Address- and UBSanitizer
 	@bash tools/asan $(VENV) 10000000
 
-check: setup ## ruff, ruff format, mypy strict, import-linter, structure, vocabulary, spelling, workflows, documentation site, collection of all tests
+check: setup ## ruff, ruff format, mypy strict, import-linter, structure, vocabulary, the generated client, spelling, workflows, documentation site, collection of all tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python tools/check_structure.py
 	@$(BIN)/python tools/check_vocabulary.py
+	@$(BIN)/python tools/make_sync_client.py --check
 	@$(BIN)/codespell
 	@$(BIN)/zizmor --quiet --offline --no-progress .github
 	@$(BIN)/python -m pytest --collect-only --quiet >/dev/null

@@ -7,9 +7,10 @@
 Invariant: a put that returns is committed; errors are of nearkin_shared.errors.
 
 http           calls and responses, and the errors that responses mean; no input or output
-requests       the requests of a put, a listing and so on, as generators over calls; no input or output streaming
-the two streams: the upload of a source, the download of a version with its digest sync, aio      the same store over
-httpx, for threads and for asyncio
+requests       the requests of a put, a listing and so on, as generators over calls; no input or output
+streaming      the upload of a source, the download of a version with its digest
+async_calls    the calls over httpx for asyncio; sync_calls, the same for threads, is generated from it
+aio, sync      the stores that callers use, and their blobs
 """
 
 from __future__ import annotations

@@ -2,100 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
-from datetime import datetime
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from collections.abc import AsyncGenerator
+from typing import BinaryIO
 
-import anyio
 import anyio.to_thread
 import httpx
-from tenacity import AsyncRetrying
 
 from nearkin.client import requests
-from nearkin.client.http import (
-    ANSWER_BYTES_MAX,
-    Answer,
-    Call,
-    Conversation,
-    Endpoint,
-    T,
-    closed_error,
-    error_of,
-    retry_options,
-    unreachable,
-)
-from nearkin.client.requests import AcceptedPut
-from nearkin.client.streaming import AsyncSource, Download, Upload
-from nearkin.client.sync import PUTS_IN_FLIGHT_MAX
-from nearkin_shared.errors import NearkinError, StoreUnavailable
-from nearkin_shared.preconditions import precondition_of
-from nearkin_shared.results import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
+from nearkin.client.async_calls import AsyncGatewayCalls
+from nearkin.client.http import unreachable
+from nearkin.client.streaming import Download
+from nearkin_shared.errors import NearkinError
+from nearkin_shared.results import VersionInfo
 from nearkin_shared.validation import Progress, write_pieces
 
 
-class AsyncRemoteStore:
+class AsyncRemoteStore(AsyncGatewayCalls):
     """A store behind a gateway; `aclose` gives its connections back."""
-
-    def __init__(self, endpoint: Endpoint, commit_seconds: float) -> None:
-        self.url: str = endpoint.url
-        self._commit_seconds = commit_seconds
-        self._http = httpx.AsyncClient(**endpoint.client_options())
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Close all connections."""
-        await self._http.aclose()
-
-    # --- put ---------------------------------------------------------------------------------------------------------
-
-    async def put(
-        self,
-        key: str,
-        source: AsyncSource,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        sha256: bytes | None = None,
-        if_match: str | None = None,
-        if_none_match: str | None = None,
-        progress: Progress | None = None,
-    ) -> PutResult:
-        """Store a new version of `key` as `RemoteStore.put` does; accepts an async iterable too."""
-        upload, precondition = Upload(source, progress), precondition_of(if_match, if_none_match)
-        return await self._hold(requests.put(key, upload, metadata or {}, sha256, self._commit_seconds, precondition))
-
-    async def put_many(
-        self,
-        items: Iterable[tuple[str, AsyncSource]] | AsyncIterable[tuple[str, AsyncSource]],
-        *,
-        progress: Progress | None = None,
-    ) -> AsyncIterator[PutResult]:
-        """Store many blobs, each sent while earlier ones are committed. Yields results in order."""
-        waiting: deque[AcceptedPut] = deque()
-        async for key, source in _each(items):
-            upload = Upload(source, progress)
-            done = await self._hold(requests.accept(key, upload, {}, None, 0.0, self._commit_seconds))
-            if isinstance(done, AcceptedPut):
-                waiting.append(done)
-            while waiting and (isinstance(done, PutResult) or len(waiting) >= PUTS_IN_FLIGHT_MAX):
-                yield await self._settled(waiting.popleft())
-            if isinstance(done, PutResult):
-                yield done
-        while waiting:
-            yield await self._settled(waiting.popleft())
-
-    async def _settled(self, accepted: AcceptedPut) -> PutResult:
-        return await self._hold(requests.await_commit(accepted, self._commit_seconds))
-
-    # --- get ---------------------------------------------------------------------------------------------------------
 
     async def get(
         self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None
@@ -106,150 +29,6 @@ class AsyncRemoteStore:
         """
         found = await self.info(key, version)
         return AsyncRemoteBlob(self, found, start, requests.check_range(found, start, stop))
-
-    async def info(self, key: str, version: int | None = None) -> VersionInfo:
-        """Return what is known of a version, the newest by default. Raises NotFound."""
-        return await self._hold(requests.info(key, version))
-
-    async def explain(self, key: str, version: int | None = None) -> Explanation:
-        """Return how each chunk of a version is kept. Raises NotFound."""
-        return await self._hold(requests.explain(key, version))
-
-    async def versions(
-        self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
-    ) -> list[VersionInfo]:
-        """Return the newest version, or all, of each key that starts with `prefix`, by key.
-
-        Unreadable versions are omitted and passed to `broken`, by default logged as a warning.
-        """
-        return await self._hold(requests.versions(prefix, all_versions, broken))
-
-    # --- delete ------------------------------------------------------------------------------------------------------
-
-    async def delete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
-        """Delete a version, or all current versions of the key; return how many.
-
-        They are deleted for every reader. Sent again if the connection fails, and done once all the same. Raises
-        NotFound, RetentionActive (the minimum age of a version: none is deleted), AccessDenied,
-        TenantErased, StoreUnavailable.
-        """
-        return await self._hold(requests.delete(key, version, reason))
-
-    async def undelete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
-        """Undelete a version, or all that the latest `delete` of the key took; return how many.
-
-        Raises NotFound (no version of it is deleted, or the time to undelete has passed), AccessDenied, TenantErased,
-        StoreUnavailable.
-        """
-        return await self._hold(requests.undelete(key, version, reason))
-
-    async def retain(self, key: str, until: datetime, version: int | None = None, *, reason: str = "") -> VersionInfo:
-        """Retain a version, the newest by default, until a time; return it.
-
-        A retention is extended, never shortened. Sent again if the connection fails; a repeat changes nothing. Raises
-        NotFound, BadInput (the time is earlier than the current retention), AccessDenied, TenantErased,
-        StoreUnavailable.
-        """
-        return await self._hold(requests.retain(key, until, version, reason))
-
-    async def list_deleted(self, prefix: str = "", *, broken: Callable[[Damage], None] | None = None) -> list[Deletion]:
-        """Return the deleted, not yet collected versions of keys that start with `prefix`, by key."""
-        return await self._hold(requests.list_deleted(prefix, broken))
-
-    # --- the store as a whole ----------------------------------------------------------------------------------------
-
-    async def stats(self) -> Stats:
-        """Return sums over the store."""
-        return await self._hold(requests.stats())
-
-    async def config(self) -> dict[str, Any]:
-        """Return the settings that the services run with. Raises AccessDenied."""
-        return await self._hold(requests.config())
-
-    async def change_config(self, changes: Mapping[str, object]) -> dict[str, Any]:
-        """Change settings of the running services; return all settings.
-
-        Raises BadInput, AccessDenied.
-        """
-        return await self._hold(requests.change_config(changes))
-
-    # --- the wire ----------------------------------------------------------------------------------------------------
-
-    async def _hold(self, conversation: Conversation[T]) -> T:
-        try:
-            call = next(conversation)
-            while True:
-                call = conversation.send(await self._answer(call))
-        except StopIteration as end:
-            value: T = end.value
-            return value
-
-    async def _answer(self, call: Call) -> Answer:
-        await anyio.sleep(call.after_seconds)
-        async for attempt in AsyncRetrying(**retry_options(call), sleep=anyio.sleep):
-            with attempt:
-                return await self._answer_once(call)
-        raise AssertionError("unreachable: tenacity returns or raises")
-
-    async def _answer_once(self, call: Call) -> Answer:
-        response = await self._send(call)
-        try:
-            return await self._collected(call, response)
-        finally:
-            await response.aclose()
-
-    async def _collected(self, call: Call, response: httpx.Response) -> Answer:
-        """Return the whole answer. Raises the error that it stands for."""
-        named, body = self._named(call), bytearray()
-        try:
-            async for piece in response.aiter_raw():
-                body += piece
-                if len(body) > ANSWER_BYTES_MAX:
-                    raise StoreUnavailable(f"{named}: answers more than {ANSWER_BYTES_MAX:,} bytes")
-        except httpx.TransportError as err:
-            raise unreachable(named, err) from err
-        if not response.is_success:
-            raise error_of(named, response.status_code, response.headers, bytes(body))
-        return Answer(response.status_code, response.headers, bytes(body), named)
-
-    async def _send(self, call: Call) -> httpx.Response:
-        if self._http.is_closed:
-            raise closed_error(self.url)
-        request = self._http.build_request(
-            call.method,
-            self.url + call.path,
-            params=dict(call.params),
-            headers=dict(call.headers),
-            content=call.upload.async_pieces() if call.upload is not None else call.body,
-            timeout=call.timeout(),
-        )
-        try:
-            return await self._http.send(request, stream=True)
-        except httpx.TransportError as err:
-            raise unreachable(self._named(call), err) from err
-
-    def _named(self, call: Call) -> str:
-        return f"{call.method} {self.url}{call.path}"
-
-    async def open_download(self, download: Download) -> tuple[httpx.Response, AsyncIterator[bytes], bytes]:
-        """Return a started response, the rest of its pieces, and the first. Raises as `get` does."""
-        call = download.call()
-        async for attempt in AsyncRetrying(**retry_options(call), sleep=anyio.sleep):
-            with attempt:
-                response = await self._send(call)
-                try:
-                    if not response.is_success:
-                        await self._collected(call, response)
-                    download.on_headers(response.status_code, response.headers)
-                    pieces = response.aiter_raw()
-                    return response, pieces, await anext(pieces, b"")
-                except httpx.TransportError as err:
-                    await response.aclose()
-                    raise unreachable(self._named(call), err) from err
-                except BaseException:
-                    await response.aclose()
-                    raise
-        raise AssertionError("unreachable: tenacity returns or raises")
 
 
 class AsyncRemoteBlob:
@@ -302,14 +81,3 @@ class AsyncRemoteBlob:
             if progress is not None:
                 progress(len(piece))
         return written
-
-
-async def _each(
-    items: Iterable[tuple[str, AsyncSource]] | AsyncIterable[tuple[str, AsyncSource]],
-) -> AsyncIterator[tuple[str, AsyncSource]]:
-    if isinstance(items, AsyncIterable):
-        async for item in items:
-            yield item
-        return
-    for item in items:
-        yield item

@@ -31,6 +31,8 @@ Broken = Callable[[Damage], None] | None
 PAGE_ENTRIES = 1000
 DEAD_LETTERS_MAX = 1000
 """Most letters in one request that the gateway accepts."""
+PUTS_IN_FLIGHT_MAX = 64
+"""Blobs of one `put_many` that are durable and not yet committed."""
 LISTED_MAX = 1_000_000
 """Versions of one listing: 1 GB of memory."""
 WAIT_SECONDS = 20.0

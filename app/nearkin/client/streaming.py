@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import anyio.to_thread
 from blake3 import blake3
@@ -26,7 +26,20 @@ PIECE_BYTES = 1024 * 1024
 RESUMES_MAX = 100
 """How often one download goes on after it broke; each time at least a byte has come."""
 
-AsyncSource = Source | AsyncIterable[bytes]
+SyncSource: TypeAlias = Source
+AsyncSource: TypeAlias = Source | AsyncIterable[bytes]
+SyncItems: TypeAlias = Iterable[tuple[str, Source]]
+AsyncItems: TypeAlias = Iterable[tuple[str, AsyncSource]] | AsyncIterable[tuple[str, AsyncSource]]
+
+
+async def each_async(items: AsyncItems) -> AsyncIterator[tuple[str, AsyncSource]]:
+    """Yield the items of either kind of iterable."""
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+        return
+    for item in items:
+        yield item
 
 
 class Upload:
