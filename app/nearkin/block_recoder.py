@@ -41,7 +41,7 @@ class BlockRecoder:
         put, again = settings.block.level, settings.gc.recompress_level
         self._raw_level = again if again > put else 0
         """Level for blocks without bases; 0: the level of a put."""
-        self._encoder = BlockEncoder(settings.block, settings.delta, raw_level=self._raw_level)
+        self._encoder = BlockEncoder(settings.block, raw_level=self._raw_level)
         self.helpers: ThreadPool = ThreadPool()
         """Encodes and decodes concurrently with the caller."""
         self._frames = deque[FrameEncoder]()

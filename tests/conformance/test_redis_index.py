@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from nearkin_shared.config.services import RedisSettings
-from nearkin_shared.index.redis import RedisIndex, catalog_encoding
+from nearkin_shared.index.redis import RedisIndex, catalog_encoding, redis_index
 from nearkin_shared.types import U32, ContainerId
 from tests.support.conformance import IndexContract
 from tests.support.conformance.collection import CollectionContract
@@ -53,11 +53,12 @@ class TestRedisCollection(CollectionContract):
         return sum(int(listing.split()[1]) for start, listing in pairs if start not in listed)
 
 
-def test_withdraw_100000_entries_keeps_concurrent_writes(url: str) -> None:
+def test_withdraw_100000_entries_keeps_concurrent_writes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the entries to withdraw are removed while others are written."""
     with redis.Redis.from_url(url) as client:
         client.flushall()
-    index = RedisIndex(RedisSettings(url=url, partitions=2), samples.DOMAIN)
+    monkeypatch.setattr(redis_index, "PARTITIONS", 2)
+    index = RedisIndex(RedisSettings(url=url), samples.DOMAIN)
     filled = [
         claims(
             ContainerId(100 + number),

@@ -176,9 +176,9 @@ def test_token_from_environment_is_never_printed(gateway: ScriptedGateway) -> No
 def test_config_is_the_services_and_set_changes_it(gateway: ScriptedGateway) -> None:
     before = answer(gateway, "config")
     assert before["features.algorithm"] == {"value": "finesse", "source": f"{gateway.url} revision 1"}
-    changed = answer(gateway, "config", "--set", "features.algorithm=odess", "--set", "delta.level=3")
+    changed = answer(gateway, "config", "--set", "features.algorithm=odess", "--set", "delta.max_depth=3")
     assert changed["features.algorithm"]["value"] == "odess"
-    assert changed["delta.level"]["value"] == 3
+    assert changed["delta.max_depth"]["value"] == 3
     assert b"odess" in run_on_server(gateway, "config").stdout
     refused = run("config", "--set", "features.algorithm=odess")
     assert (refused.returncode, b"--server" in refused.stderr) == (2, True)

@@ -18,8 +18,9 @@ import redis
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.errors import ConfigError, Corrupt, FormatTooNew, RetryableError, StoreUnavailable
 from nearkin_shared.index.container_entries import ContainerEntries
-from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.index.redis import RedisIndex, redis_index
 from nearkin_shared.index.redis.connection import RETRIES
+from nearkin_shared.index.redis.redis_index import PARTITIONS
 from nearkin_shared.index.redis.scripts import BUCKET_ENTRIES_MAX
 from nearkin_shared.types import ContainerId
 from tests.support.conformance.index_contract import (
@@ -66,10 +67,11 @@ Connect = Callable[..., RedisIndex]
 
 
 @pytest.fixture
-def connect(server: RedisServer) -> Iterator[Connect]:
+def connect(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect]:
     made = []
 
-    def one(retries: int = RETRIES, **changes: Any) -> RedisIndex:
+    def one(retries: int = RETRIES, partitions: int = PARTITIONS, **changes: Any) -> RedisIndex:
+        monkeypatch.setattr(redis_index, "PARTITIONS", partitions)
         settings = RedisSettings(url=server.url, **changes)
         made.append(RedisIndex(settings, samples.DOMAIN, timeout_seconds=2, retries=retries))
         return made[-1]

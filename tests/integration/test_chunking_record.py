@@ -43,8 +43,8 @@ def test_store_record_is_used_where_nothing_is_set(root: Path) -> None:
 def test_store_profile_is_used_where_none_is_set(tmp_path: Path) -> None:
     """The profile's other settings come with it, but for those that the caller sets."""
     create_store(tmp_path / "s", settings=load(None, {"profile": "archive"})[0]).close()
-    with open_store(tmp_path / "s", settings=settings({"delta": {"level": 5}})) as store:
-        assert (store.settings.profile, store.settings.delta.max_depth, store.settings.delta.level) == ("archive", 6, 5)
+    with open_store(tmp_path / "s", settings=settings({"block": {"level": 5}})) as store:
+        assert (store.settings.profile, store.settings.delta.max_depth, store.settings.block.level) == ("archive", 6, 5)
         assert store.settings.chunker.target_bytes == 32 * 1024
 
 

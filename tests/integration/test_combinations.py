@@ -12,6 +12,8 @@ from nearkin import open_store
 from nearkin.embedded import runner
 from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
 from nearkin_chunker import stage
+from nearkin_delta import codecs
+from nearkin_resemblance import feature_algorithms
 from nearkin_shared.config.reduction import CHUNKERS, DELTA_CODECS, FEATURES
 from tests.support.data.stores import SMALL, settings
 
@@ -54,9 +56,9 @@ def test_chunker_codec_depth_features_restore(chunker: str, codec: str, depth: i
     [
         {"block": {"level": 1}},
         {"block": {"level": 19}},
-        {"delta": {"level": 9, "max_depth": 16}},
-        {"features": {"count": 4, "super_features": 4, "window_bytes": 64}},
-        {"features": {"algorithm": "odess", "sampling_bits": 0}},
+        {"delta": {"max_depth": 16}},
+        {"features": {"count": 4, "super_features": 4}},
+        {"features": {"algorithm": "odess"}},
         {"chunker": {"min_bytes": 64, "target_bytes": 64, "max_bytes": 64}},
         {
             "chunker": {
@@ -84,6 +86,31 @@ def test_settings_at_their_bounds_restore(changes: Mapping[str, Mapping[str, obj
         assert store.verify().damage == ()
     with open_store(tmp_path / "s", settings=settings(), create=True) as store:  # settings of the reader do not matter
         assert store.get("k", 4).read() == VERSIONS[3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "window_bytes", "sampling_bits"),
+    [
+        ({"features": {"count": 4, "super_features": 4}}, 64, 7),
+        ({"features": {"algorithm": "odess"}}, 48, 0),
+    ],
+    ids=["largest window", "each position sampled"],
+)
+def test_sketches_at_their_bounds_restore(
+    changes: Mapping[str, Mapping[str, object]],
+    window_bytes: int,
+    sampling_bits: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feature_algorithms, "WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr(feature_algorithms, "ODESS_SAMPLING_BITS", sampling_bits)
+    test_settings_at_their_bounds_restore(changes, tmp_path)
+
+
+def test_xdelta3_at_its_highest_level_restores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "XDELTA3_LEVEL", 9)
+    test_settings_at_their_bounds_restore({"delta": {"codec": "xdelta3", "max_depth": 16}}, tmp_path)
 
 
 @pytest.mark.parametrize(("target_chunks", "bytes_max", "queue_batches"), [(1, 900 * 1024, 0), (1024, 64 * 1024, 16)])

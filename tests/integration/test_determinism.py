@@ -100,7 +100,7 @@ def test_stored_bytes_ignore_the_core_count(
         "runner": {"batch_bytes": "2MiB"},
         "container": {"target_bytes": "1MiB"},
         "delta": {"max_depth": 2},
-        "block": {"far_matches": far},
+        "block": {"thorough": far},
     }
     base = text_like(1_500_000, 5)
     # The bases of each batch are in the container that the previous batch filled; their depth depends on its end.

@@ -71,8 +71,8 @@ class BaseFinder:
         self._tries = self._local or kind == PATCH
         """Whether candidates are tried, and overdeep ones replaced by their own bases."""
         self._alignment = Alignment()
-        self._trials = CandidateBudget(0 if settings.base.try_all_candidates else FEW)
-        self._rank_trials = RankBudget(FEW_OF_RANK if self._tries and not settings.base.try_all_candidates else 0)
+        self._trials = CandidateBudget(0 if settings.block.thorough else FEW)
+        self._rank_trials = RankBudget(FEW_OF_RANK if self._tries and not settings.block.thorough else 0)
         self._batch = _BatchState()
 
     @property

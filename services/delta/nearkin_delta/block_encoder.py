@@ -18,9 +18,9 @@ import numpy as np
 from backports.zstd import CompressionParameter
 from numpy.typing import NDArray
 
-from nearkin_delta.codecs import DeltaPairs, Deltas, check_round_trip, xdelta3_encoder
+from nearkin_delta.codecs import DeltaPairs, Deltas, check_round_trip, encode_xdelta3
 from nearkin_delta.compression_params import AdaptiveSearch, deepen, gc_options, log_of
-from nearkin_shared.config.reduction import BlockSettings, DeltaSettings
+from nearkin_shared.config.reduction import BlockSettings
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block import EncodedBlock, encode_block, encode_patch
 from nearkin_shared.kernels.base_prefix import BasePrefix, BaseRows
@@ -237,7 +237,6 @@ class BlockEncoder:
     def __init__(
         self,
         block: BlockSettings,
-        delta: DeltaSettings,
         room: Callable[[int], U8] | None = None,
         *,
         keep: bool = False,
@@ -247,15 +246,14 @@ class BlockEncoder:
 
         `raw_level`: level of a GC run for raw blocks; 0: that of a put.
         """
-        self._level, self._far = block.level, block.far_matches
+        self._level, self._far = block.level, block.thorough
         options: dict[int, int] = {
             CompressionParameter.compression_level: block.level,
             CompressionParameter.content_size_flag: 1,
         }
         self._encoder = FrameEncoder(options, None if room is None else SlabAllocator(room).allocate)
-        self._searches = AdaptiveSearch(options, block.far_matches)
+        self._searches = AdaptiveSearch(options, block.thorough)
         self._raw_level = raw_level
-        self._encode_deltas = xdelta3_encoder(delta.level)
         self._keep_in = room if keep else None
 
     def forget(self) -> None:
@@ -328,7 +326,7 @@ class BlockEncoder:
         prefix = np.frombuffer(open_block.prefix, np.uint8)
         base_lengths = (ends - starts)[rows].astype(np.uint32)
         pairs = DeltaPairs(raw, offsets, lengths, prefix, starts[rows], base_lengths)
-        deltas: Deltas = self._encode_deltas(pairs, lengths)
+        deltas: Deltas = encode_xdelta3(pairs, lengths)
         if not deltas.lengths.all():
             return patch
         check_round_trip(pairs, deltas, np.arange(len(pairs)))
@@ -372,7 +370,7 @@ def encoders_max(block: BlockSettings) -> int:
     One if the search adapts from block to block, or if an encoder takes much memory.
     """
     small = block.level <= SMALL_LEVEL_MAX and block.raw_bytes <= SMALL_RAW_BYTES_MAX
-    return ENCODERS_MAX if small and not block.far_matches else 1
+    return ENCODERS_MAX if small and not block.thorough else 1
 
 
 class BlockCloser:
@@ -381,7 +379,6 @@ class BlockCloser:
     def __init__(
         self,
         block: BlockSettings,
-        delta: DeltaSettings,
         threads: Executor | None = None,
         keeper: DecodedBlockCache | None = None,
         prefixes: SparePrefixes | None = None,
@@ -394,7 +391,7 @@ class BlockCloser:
         self._last_chunk_bytes = last_chunk_bytes
         self.room: Callable[[int], U8] = BufferPool(SPARE_BYTES_MAX).take if keeper is None else keeper.room
         """Allocates memory, undefined: from the cache, or from memory that encoded blocks released."""
-        self._new_encoder = partial(BlockEncoder, block, delta, self.room, keep=keeper is not None)
+        self._new_encoder = partial(BlockEncoder, block, self.room, keep=keeper is not None)
         self._encoders: deque[BlockEncoder] = deque()
         """Idle encoders."""
         self._threads = threads

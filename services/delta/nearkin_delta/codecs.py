@@ -68,36 +68,33 @@ Encode = Callable[[DeltaPairs, U32], Deltas]
 """(pairs, limit of each in bytes) -> deltas."""
 
 
-def xdelta3_encoder(level: int) -> Encode:
-    """Return the encoder of VCDIFF deltas at `level` of xdelta3."""
-
-    def encode(pairs: DeltaPairs, limits: U32) -> Deltas:
-        payload, lengths = xdelta3.encode_many(
-            pairs.targets,
-            pairs.target_offsets,
-            pairs.target_lengths,
-            pairs.bases,
-            pairs.base_offsets,
-            pairs.base_lengths,
-            level=level,
-            limit_bytes=limits,
-        )
-        return Deltas(payload, offsets_of(lengths), lengths)
-
-    return encode
+XDELTA3_LEVEL = 1
+"""Compression level of xdelta3, the fastest: blocks of deltas are compressed once more, at `block.level`."""
 
 
-def _no_encoder(level: int) -> Encode:
-    def encode(pairs: DeltaPairs, limits: U32) -> Deltas:
-        return Deltas(np.zeros(0, np.uint8), np.zeros(len(pairs), np.uint64), np.zeros(len(pairs), np.uint32))
+def encode_xdelta3(pairs: DeltaPairs, limits: U32) -> Deltas:
+    """Return VCDIFF deltas by xdelta3."""
+    payload, lengths = xdelta3.encode_many(
+        pairs.targets,
+        pairs.target_offsets,
+        pairs.target_lengths,
+        pairs.bases,
+        pairs.base_offsets,
+        pairs.base_lengths,
+        level=XDELTA3_LEVEL,
+        limit_bytes=limits,
+    )
+    return Deltas(payload, offsets_of(lengths), lengths)
 
-    return encode
+
+def _encode_none(pairs: DeltaPairs, limits: U32) -> Deltas:
+    return Deltas(np.zeros(0, np.uint8), np.zeros(len(pairs), np.uint64), np.zeros(len(pairs), np.uint32))
 
 
-CODECS: Mapping[str, tuple[int, Callable[[int], Encode]]] = {
-    "xdelta3": (XDELTA3, xdelta3_encoder),
-    "patch": (PATCH, _no_encoder),  # whole blocks are encoded: block_encoder.py
-    "none": (XDELTA3, _no_encoder),
+CODECS: Mapping[str, tuple[int, Encode]] = {
+    "xdelta3": (XDELTA3, encode_xdelta3),
+    "patch": (PATCH, _encode_none),  # whole blocks are encoded: block_encoder.py
+    "none": (XDELTA3, _encode_none),
 }
 NAMES = tuple(CODECS)
 
@@ -109,8 +106,7 @@ def codec(settings: DeltaSettings) -> tuple[int, Encode]:
     """
     if settings.codec not in CODECS:
         raise choose("delta.codec", settings.codec, NAMES)
-    kind, make = CODECS[settings.codec]
-    return kind, make(settings.level)
+    return CODECS[settings.codec]
 
 
 def check_round_trip(pairs: DeltaPairs, deltas: Deltas, kept: NDArray[np.intp]) -> None:

@@ -147,7 +147,7 @@ class ContainerBuilder:
         self.container = container
         self._domain = domain
         self._limits = int(block.raw_bytes), int(block.delta_bytes)
-        self._closer = closer or BlockCloser(block, delta)
+        self._closer = closer or BlockCloser(block)
         self._ratio = ratio
         self._depth_max = delta.max_depth if depth_bound is None else depth_bound
         self._kind = kind

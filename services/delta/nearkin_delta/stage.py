@@ -127,9 +127,7 @@ class DeltaStage:
         self.stream: Hashable = None
         """Stream of the batches, if one stage serves several; each blob of each stream is tracked separately."""
         chunk_bytes = int(settings.chunker.max_bytes)
-        self._closer = BlockCloser(
-            settings.block, settings.delta, resources.encoding, resources.cache, resources.prefixes, chunk_bytes
-        )
+        self._closer = BlockCloser(settings.block, resources.encoding, resources.cache, resources.prefixes, chunk_bytes)
         self.builder = self._new_builder((1, 2))
         self._finishes_later = resources.finishes_later and int(settings.container.target_bytes) <= PENDING_BYTES_MAX
         self._full: ContainerBuilder | None = None

@@ -21,6 +21,11 @@ from nearkin_shared.utils.frozen import frozen
 NONE = "none"
 """Sketch name of segments without super-features."""
 
+WINDOW_BYTES = 48
+"""Window of the rolling hash. Finesse and N-transform use 48; Odess needs 32 more than its sampling bits at least."""
+ODESS_SAMPLING_BITS = 7
+"""Odess samples one position in 2 to this power, as in its paper."""
+
 _Kernel = Callable[[U8, U64, U32, list[int]], U64]
 
 
@@ -87,5 +92,5 @@ def sketcher(settings: FeatureSettings) -> Sketch:
         return Sketch(NONE, ())
     if settings.algorithm not in ALGORITHMS:
         raise choose("features.algorithm", settings.algorithm, NAMES)
-    shape = settings.count, settings.super_features, settings.window_bytes
-    return Sketch(settings.algorithm, (*shape, settings.sampling_bits) if settings.algorithm == "odess" else shape)
+    shape = settings.count, settings.super_features, WINDOW_BYTES
+    return Sketch(settings.algorithm, (*shape, ODESS_SAMPLING_BITS) if settings.algorithm == "odess" else shape)

@@ -110,9 +110,11 @@ def _validate(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings
 
 
 def _refuse_removed(name: str, sources: Mapping[str, str]) -> None:
-    """Raise ConfigError if the setting became a constant."""
-    from nearkin_shared.config.removed import REMOVED
+    """Raise ConfigError if the setting became a constant, or part of another setting."""
+    from nearkin_shared.config.removed import REMOVED, REPLACED
 
+    if name in REPLACED:
+        raise ConfigError(f"{name}: no longer a setting; set {REPLACED[name]} instead{_set_by(name, sources)}")
     if name in REMOVED:
         raise ConfigError(
             f"{name}: no longer a setting, but a constant ({REMOVED[name]}); remove it{_set_by(name, sources)}"

@@ -57,17 +57,11 @@ class FeatureSettings:
     """Features of a chunk, a multiple of `super_features`."""
     super_features: Annotated[int, NumberRange(1, 16)] = 3
     """Groups of features; two chunks are similar if one super-feature is equal."""
-    window_bytes: Annotated[int, NumberRange(48, 64)] = 48
-    """Window of the rolling hash, in bytes."""
-    sampling_bits: Annotated[int, NumberRange(0, 16)] = 7
-    """For `odess`: one position in 2 to this power is sampled."""
 
     def __post_init__(self) -> None:
-        """Refuse groups of unequal size, and an odess window that cannot hold its hash."""
+        """Refuse groups of unequal size."""
         if self.count % self.super_features:
             raise ValueError(f"count {self.count}: want a multiple of super_features ({self.super_features})")
-        if self.algorithm == "odess" and 32 + self.sampling_bits > self.window_bytes:
-            raise ValueError(f"sampling_bits {self.sampling_bits}: want at most window_bytes - 32")
 
 
 @held
@@ -80,8 +74,6 @@ class BaseSettings:
     """`first-fit`: by super-features; `locality`: the chunk between the same neighbours in an older version."""
     cache_bytes: Annotated[int, SizeRange(MIB, 64 * GIB)] = 200 * MIB
     """Memory for decoded blocks during a put."""
-    try_all_candidates: bool = False
-    """Try locality candidates also in blobs where few of them become bases (docs/adr/0023)."""
 
 
 @held
@@ -92,15 +84,13 @@ class DeltaSettings:
 
     codec: Annotated[str, NameChoice(DELTA_CODECS)] = "patch"
     """`xdelta3`: chunk by chunk, VCDIFF; `patch`: whole blocks, zstd with the bases as prefix."""
-    level: Annotated[int, NumberRange(1, 9)] = 1
-    """Compression level of xdelta3; blocks are compressed at `block.level`."""
     max_depth: Annotated[int, NumberRange(1, DEPTH_MAX - 1)] = 4
     """Maximum depth: the number of deltas to decode for one chunk. A greater depth stores less and restores slower."""
 
 
 @held
 class BlockSettings:
-    """How fresh chunks are grouped into blocks and compressed. Hot, except `far_matches`."""
+    """How fresh chunks are grouped into blocks and compressed. Hot, except `thorough`."""
 
     __pydantic_config__ = FORBID_OTHERS
 
@@ -111,8 +101,10 @@ class BlockSettings:
     """Decoded bytes of a block of deltas or of a patch block."""
     level: Annotated[int, NumberRange(1, 22)] = 3
     """Level of zstd. At 3, the default, raw blocks that compress badly are written at 2 (docs/adr/0023)."""
-    far_matches: bool = False
-    """Search the whole raw block for repeats, and at level 9 search harder in all blocks (docs/adr/0019)."""
+    thorough: bool = False
+    """Search the whole raw block for repeats, at level 9 search harder in all blocks (docs/adr/0019), and try all
+    locality candidates, also in blobs where few of them become bases (docs/adr/0023).
+    """
 
 
 @held

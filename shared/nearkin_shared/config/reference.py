@@ -109,7 +109,7 @@ def _rule_of_type(rule: object) -> str | None:
         case validators.SizeRange():
             description = f"bytes, {format_units(rule.least)} to {format_units(rule.most)}"
         case validators.NumberRange():
-            description = f"{rule.least} to {rule.most}{', a power of two' if rule.power_of_two else ''}"
+            description = f"{rule.least} to {rule.most}"
         case validators.ShareRange():
             description = f"a share, 0 to {rule.most:g}"
         case validators.ParityScheme():

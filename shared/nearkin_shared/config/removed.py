@@ -1,7 +1,8 @@
 # size: a table with one reason to change, the removal of a setting
-"""List settings that became constants.
+"""List settings that became constants, or part of another setting.
 
-Invariant: a removed setting is refused by name with its constant value, so that no file sets what has no effect.
+Invariant: a removed setting is refused by name with its constant value or its replacement, so that no file sets what
+has no effect.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ REMOVED: Mapping[str, str] = {
     "audit.per_second": "100",
     "audit.window_seconds": "60",
     "dashboard.session_hours": "8",
+    "delta.level": "1",
+    "features.sampling_bits": "7",
+    "features.window_bytes": "48",
     "gateway.busy_bytes_per_second": "65536",
     "gateway.checked_patch_bytes": "64MiB",
     "gateway.header_bytes_max": "64KiB",
@@ -38,6 +42,7 @@ REMOVED: Mapping[str, str] = {
     "object_store.request_timeout_seconds": "60",
     "object_store.retries": "12",
     "object_store.retry_seconds": "60",
+    "redis.partitions": "16",
     "redis.retries": "6",
     "redis.timeout_seconds": "5",
     "runner.queue_batches": "0",
@@ -46,3 +51,10 @@ REMOVED: Mapping[str, str] = {
     "storage.reserve_bytes": "64MiB",
 }
 """By dotted name: the value, as a file of settings had it."""
+REPLACED: Mapping[str, str] = {
+    "audit.enabled": 'audit.records = "all" or "none"',
+    "audit.reads": 'audit.records = "all" or "changes"',
+    "base.try_all_candidates": "block.thorough",
+    "block.far_matches": "block.thorough",
+}
+"""By dotted name: the setting to use instead."""

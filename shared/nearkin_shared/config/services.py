@@ -33,6 +33,7 @@ SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 LOG_FORMATS = ("text", "json")
 NULL_VALUES = ("reject", "skip")
 INGESTS = ("kafka", "embedded")
+AUDIT_RECORDS = ("all", "changes", "none")
 
 
 @held
@@ -55,8 +56,6 @@ class RedisSettings:
     """Private key of `cert_file`."""
     prefix: Annotated[str, Text(64)] = "nearkin"
     """Prefix of all keys: two stores may share a server."""
-    partitions: Annotated[int, NumberRange(1, 4096, power_of_two=True)] = 16
-    """Number of hash slots of each table; takes effect when the index is rebuilt."""
 
     def __post_init__(self) -> None:
         """Refuse an unknown URL scheme, TLS files without TLS, and an invalid prefix.
@@ -218,12 +217,10 @@ class AuditSettings:
 
     __pydantic_config__ = FORBID_OTHERS
 
-    enabled: bool = True
-    """Write the audit log: logins, failed authentication, reads, changes of blobs and settings (logger
-    `nearkin.audit`).
+    records: Annotated[str, NameChoice(AUDIT_RECORDS)] = "all"
+    """Records to write (logger `nearkin.audit`). `all`: logins, failed authentication, changes of blobs and settings,
+    reads, listings and dashboard pages; `changes`: all except reads, listings and pages; `none`: no audit log.
     """
-    reads: bool = True
-    """Also record reads, listings and dashboard pages; changes and authentication are always recorded."""
     path: Annotated[str, Text(4096)] | None = None
     """File for the audit records, as JSON with mode 0600; reopened after it was moved. Unset: with the other logs."""
 

@@ -59,8 +59,8 @@ SECRET_URLS = frozenset({"redis.url"})
 HIDDEN = "***"
 HOT_FIELDS = frozenset(
     {
-        *("features.algorithm", "features.count", "features.super_features", "features.sampling_bits"),
-        *("base.policy", "delta.codec", "delta.level", "delta.max_depth"),
+        *("features.algorithm", "features.count", "features.super_features"),
+        *("base.policy", "delta.codec", "delta.max_depth"),
         *("block.raw_bytes", "block.delta_bytes", "block.level", "service.read_only", "service.paused"),
     }
 )
@@ -127,8 +127,8 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     # Smallest stored size, for data that are written once and rarely read (docs/adr/0019).
     "archive": {
         "chunker": {"min_bytes": 8 * KIB, "target_bytes": 32 * KIB, "max_bytes": 256 * KIB},
-        "base": {"try_all_candidates": True, "cache_bytes": 96 * MIB},
-        "block": {"raw_bytes": 30 * MIB, "delta_bytes": 2 * MIB, "level": 9, "far_matches": True},
+        "base": {"cache_bytes": 96 * MIB},
+        "block": {"raw_bytes": 30 * MIB, "delta_bytes": 2 * MIB, "level": 9, "thorough": True},
         "delta": {"max_depth": 6},
         "container": {"target_bytes": 24 * MIB},
         "restore": {"cache_bytes": 160 * MIB},
@@ -138,7 +138,7 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     # Finesse, FAST '19, section 5.1: Rabin, 8 KiB, 3 SFs of 4 features, FirstFit, 400 MB LRU base cache, Xdelta.
     "finesse-paper": {
         "chunker": {"algorithm": "rabin", "min_bytes": 2 * KIB, "target_bytes": 8 * KIB, "max_bytes": 64 * KIB},
-        "features": {"algorithm": "finesse", "count": 12, "super_features": 3, "window_bytes": 48},
+        "features": {"algorithm": "finesse", "count": 12, "super_features": 3},
         "base": {"policy": "first-fit", "cache_bytes": 400_000_000},
         "delta": {"codec": "xdelta3", "max_depth": 1},
         "block": {"raw_bytes": MIB, "delta_bytes": 512 * KIB},

@@ -102,11 +102,10 @@ class _Number(Rule):
 
 @frozen
 class NumberRange(_Number):
-    """A number in a closed range; a power of two if the field needs one."""
+    """A number in a closed range."""
 
     least: int
     most: int
-    power_of_two: bool = False
 
     def describe_allowed(self) -> str:
         """Describe the accepted values."""
@@ -116,8 +115,6 @@ class NumberRange(_Number):
         """Return `value`. Raises InvalidValue."""
         if not self.least <= value <= self.most:
             raise InvalidValue(f"want {self.describe_allowed()}")
-        if self.power_of_two and value & (value - 1):
-            raise InvalidValue("want a power of two")
         return int(value)
 
 

@@ -86,7 +86,7 @@ class _Pairs:
 @contextmanager
 def audit_file(settings: Settings) -> Iterator[None]:
     """Write the audit log to `audit.path`, if set, during the block. Raises ConfigError."""
-    if settings.audit.path is None or not settings.audit.enabled:
+    if settings.audit.path is None or settings.audit.records == "none":
         yield
         return
     path = Path(settings.audit.path).expanduser()

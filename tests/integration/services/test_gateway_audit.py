@@ -276,11 +276,11 @@ def test_success_is_recorded_once_in_a_window(tmp_path: Path, collected: Collect
     assert first["token"] == summary["token"] == audited_world.made[0].split("_")[1]
 
 
-@pytest.mark.parametrize(("audit", "kept"), [({"reads": False}, {"blob.stored"}), ({"enabled": False}, set())])
+@pytest.mark.parametrize(("audit", "kept"), [({"records": "changes"}, {"blob.stored"}), ({"records": "none"}, set())])
 def test_reads_and_the_whole_log_can_be_turned_off(
     tmp_path: Path, collected: Collected, audit: dict[str, Any], kept: set[str]
 ) -> None:
-    """`audit.reads` leaves changes and authentication, `audit.enabled` nothing."""
+    """`changes` leaves changes and authentication, `none` nothing."""
     for audited_world in world(tmp_path, audit):
         with audited_world.client() as client:
             client.put("/v1/blobs/a", content=b"x")

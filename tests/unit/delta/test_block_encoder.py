@@ -22,7 +22,7 @@ from nearkin_delta.block_encoder import (
     encoders_max,
 )
 from nearkin_delta.container_builder import Prefixes
-from nearkin_shared.config.reduction import BlockSettings, DeltaSettings
+from nearkin_shared.config.reduction import BlockSettings
 from nearkin_shared.config.settings import PROFILES
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats import container_layout
@@ -33,7 +33,7 @@ from nearkin_shared.kernels.zstd_frames import FrameEncoder
 from nearkin_shared.types import Locations, Pieces
 from tests.support.data.stores import settings
 
-ENCODER = BlockEncoder(BlockSettings(), DeltaSettings())
+ENCODER = BlockEncoder(BlockSettings())
 
 
 def prefixes(bases: list[list[tuple[int, bytes]]]) -> Prefixes:
@@ -126,7 +126,7 @@ def raw_block(content: bytes) -> OpenBlock:
 def test_raw_block_is_written_with_a_window_of_its_size(profile: str, before: bytes) -> None:
     """A repeat at the far end of a block is found, whichever search the previous block used."""
     chosen = settings(PROFILES[profile])
-    encoder = BlockEncoder(chosen.block, chosen.delta)
+    encoder = BlockEncoder(chosen.block)
     noise = random_bytes(60_000, 1)
     content = noise + bytes(int(chosen.block.raw_bytes) - 2 * len(noise)) + noise
     encoder.close(raw_block(before))
@@ -152,7 +152,7 @@ def test_deltas_are_tried_for_bad_patches_of_shared_bases(
     chunks = [mutate(bases[n // shared], n, edits=edits) for n in range(6)]
     block, _ = filled(chunks, [[(n // shared, bases[n // shared])] for n in range(6)])
     calls = list[int]()
-    encoder = BlockEncoder(BlockSettings(), DeltaSettings())
+    encoder = BlockEncoder(BlockSettings())
 
     def as_deltas(open_block: OpenBlock, raw: np.ndarray, patch: ClosedBlock) -> ClosedBlock:
         calls.append(patch.block.stored_bytes)
@@ -200,7 +200,7 @@ class BrokenEncoder(FrameEncoder):
 
 @pytest.mark.parametrize("bases", [[(4, b"abcdefg")], [(4, text_like(8000, 1))]])
 def test_block_that_does_not_decode_is_not_kept(bases: list[tuple[int, bytes]]) -> None:
-    encoder = BlockEncoder(BlockSettings(), DeltaSettings())
+    encoder = BlockEncoder(BlockSettings())
     encoder._encoder = BrokenEncoder({})
     block, _ = filled([mutate(text_like(8000, 1), 1)], [bases])
     with pytest.raises(Corrupt, match="check this machine's memory"):
@@ -279,7 +279,7 @@ def test_prefix_of_an_encoded_block_is_reused(threads: int) -> None:
     payload, nothing = np.frombuffer(mutate(base, 2), np.uint8), np.zeros(0, np.uint8)
     lengths = np.array([len(payload)], np.uint32)
     with ThreadPoolExecutor(1) if threads else nullcontext() as thread:
-        closer = BlockCloser(BlockSettings(), DeltaSettings(), thread, prefixes=spares)
+        closer = BlockCloser(BlockSettings(), thread, prefixes=spares)
         assert closer.is_synchronous == (not threads)
         seen, results = set[int](), list[ClosedBlock]()
         for number in range(3):
@@ -322,7 +322,7 @@ def test_blocks_encoded_concurrently_equal_serial_ones(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(BlockEncoder, "close", watched)
     with ThreadPoolExecutor(3) as threads:
-        closer = BlockCloser(BlockSettings(), DeltaSettings(), threads)
+        closer = BlockCloser(BlockSettings(), threads)
         blocks = [
             closer.begin(number, container_layout.RAW, 0, len(content)) for number, content in enumerate(contents)
         ]
@@ -343,6 +343,6 @@ def append_alone(block: OpenBlock, content: bytes) -> None:
 
 def test_blocks_that_adapt_to_the_last_are_encoded_serially() -> None:
     assert encoders_max(BlockSettings()) > 1
-    assert encoders_max(BlockSettings(far_matches=True)) == 1
+    assert encoders_max(BlockSettings(thorough=True)) == 1
     assert encoders_max(BlockSettings(level=15)) == 1, "each encoder would take 50 MB and more"
     assert encoders_max(BlockSettings(raw_bytes=30 << 20)) == 1

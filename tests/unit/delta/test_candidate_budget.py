@@ -95,9 +95,7 @@ def test_chunks_without_neighbours_do_not_count_for_ranks(tmp_path: Path) -> Non
     second = random_bytes(24_000_000, 2) + mutate(first, 3, edits=2000, edit_bytes_max=30)
     deltas = []
     for tries in (False, True):
-        with open_store(
-            tmp_path / str(tries), settings=settings({"base": {"try_all_candidates": tries}}), create=True
-        ) as store:
+        with open_store(tmp_path / str(tries), settings=settings({"block": {"thorough": tries}}), create=True) as store:
             store.put("k", first)
             deltas.append(store.put("k", second).ledger.delta_chunks)
     assert deltas[0] == deltas[1] > 800

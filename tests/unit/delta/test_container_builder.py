@@ -250,7 +250,7 @@ class Waiting(Executor):
 def test_block_in_encoding_counts_as_open_for_two_batches() -> None:
     thread = Waiting()
     delta = DeltaSettings()
-    closer = BlockCloser(SMALL, delta, thread)
+    closer = BlockCloser(SMALL, thread)
     made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, delta, container_layout.PATCH, closer=closer)
     chunks = fresh([70_000, 60_000])
     made.add(chunks)
@@ -308,7 +308,7 @@ def test_closing_more_than_the_encoding_bound_waits(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "CLOSING_BYTES_MAX", 150_000)
     delta = DeltaSettings()
     with ThreadPoolExecutor(1) as thread:
-        closer = BlockCloser(SMALL, delta, thread)
+        closer = BlockCloser(SMALL, thread)
         made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, delta, container_layout.PATCH, closer=closer)
         chunks = [fresh([70_000], label=str(row)) for row in range(5)]
         still_open = []
@@ -340,7 +340,7 @@ class Kept:
 def test_full_raw_block_is_cached_in_place_others_as_copies() -> None:
     settings = BlockSettings(raw_bytes=4 * MIB, delta_bytes=4 * 1024, level=3)
     kept, delta = Kept(), DeltaSettings()
-    closer = BlockCloser(settings, delta, None, kept)
+    closer = BlockCloser(settings, None, kept)
     made = ContainerBuilder(CONTAINER, samples.DOMAIN, settings, delta, container_layout.PATCH, closer=closer)
     chunks = fresh([60_000] * 80)  # 4.2 MB in the first block, 0.6 in the second
     made.add(chunks)

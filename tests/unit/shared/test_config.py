@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from nearkin_resemblance import feature_algorithms as sketches
 from nearkin_shared.config import reduction as config_reduction
 from nearkin_shared.config import settings as config_settings
 from nearkin_shared.config.loader import load, with_changes
-from nearkin_shared.config.removed import REMOVED
+from nearkin_shared.config.removed import REMOVED, REPLACED
 from nearkin_shared.config.settings import PROFILES, Settings
 from nearkin_shared.errors import ConfigError
 from nearkin_shared.limits import SEGMENT_BYTES_MAX
@@ -111,7 +112,7 @@ def test_token_is_read_and_never_shown(
     monkeypatch.setenv("NEARKIN_SERVER", "http://127.0.0.1:8080/under")
     monkeypatch.setenv("NEARKIN_TOKEN", TOKEN)
     if with_section:  # the variable that pydantic reads
-        monkeypatch.setenv("NEARKIN_DELTA__LEVEL", "2")
+        monkeypatch.setenv("NEARKIN_DELTA__MAX_DEPTH", "2")
     settings, origins = load()
     assert (settings.server, settings.token) == ("http://127.0.0.1:8080/under", TOKEN)
     assert origins["token"] == ("***", "environment NEARKIN_TOKEN")
@@ -122,7 +123,7 @@ def test_token_is_read_and_never_shown(
 @pytest.mark.parametrize("token", ["two words", "zwölf", "line\nbreak", "x" * 1025, ""])
 def test_token_unfit_for_a_header_is_refused_unshown(token: str, with_section: bool) -> None:
     with pytest.raises(ConfigError, match=r'^token "\*\*\*": want up to 1024 letters') as raised:
-        load(None, {"token": token} | ({"delta": {"level": 2}} if with_section else {}))
+        load(None, {"token": token} | ({"delta": {"max_depth": 2}} if with_section else {}))
     assert token[:20] == "" or token[:20] not in str(raised.value)
 
 
@@ -142,7 +143,7 @@ def test_token_unfit_for_a_header_is_refused_unshown(token: str, with_section: b
 )
 def test_server_that_is_no_gateway_url_is_refused(server: str, with_section: bool) -> None:
     with pytest.raises(ConfigError, match=r"^server .*want http:// or https:// with a host"):
-        load(None, {"server": server} | ({"delta": {"level": 2}} if with_section else {}))
+        load(None, {"server": server} | ({"delta": {"max_depth": 2}} if with_section else {}))
 
 
 @pytest.mark.parametrize("server", ["http://localhost", "https://nearkin.example:8443/a/b", "http://[::1]:80/"])
@@ -175,12 +176,8 @@ def test_paper_settings_are_a_profile() -> None:
     assert (chunker.algorithm, chunker.min_bytes, chunker.target_bytes, chunker.max_bytes) == (
         *("rabin", 2048, 8192, 65536),
     )
-    assert (features.algorithm, features.count, features.super_features, features.window_bytes) == (
-        "finesse",
-        12,
-        3,
-        48,
-    )
+    assert (features.algorithm, features.count, features.super_features) == ("finesse", 12, 3)
+    assert sketches.sketcher(features).name == "finesse/12/3/48"
     assert (settings.base.policy, settings.base.cache_bytes) == ("first-fit", 400_000_000)
     assert (settings.delta.codec, settings.delta.max_depth) == ("xdelta3", 1)
 
@@ -209,10 +206,12 @@ def test_each_chunker_cuts_within_the_bounds_of_settings(algorithm: str) -> None
 
 
 @pytest.mark.parametrize("algorithm", config_reduction.FEATURES)
-def test_each_sketch_accepts_the_extremes_of_settings(algorithm: str) -> None:
+def test_each_sketch_accepts_the_extremes_of_settings(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data, offsets, lengths = noise(70_000, "sketch"), np.array([0, 5], np.uint64), np.array([100, 65_000], np.uint32)
     for count, groups, window, bits in ((1, 1, 48, 0), (64, 16, 64, 16), (64, 1, 64, 0), (12, 3, 48, 16)):
-        named = {"count": count, "super_features": groups, "window_bytes": window, "sampling_bits": bits}
+        monkeypatch.setattr(sketches, "WINDOW_BYTES", window)
+        monkeypatch.setattr(sketches, "ODESS_SAMPLING_BITS", bits)
+        named = {"count": count, "super_features": groups}
         settings, _ = load(None, {"features": {"algorithm": algorithm, **named}})
         sketch = sketches.sketcher(settings.features)
         found = sketch.super_features(data, offsets, lengths)
@@ -242,7 +241,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"chunker": {"max_bytes": "1MiB"}}, ["chunker.max_bytes", "1MiB", "921600"]),
     ({"chunker": {"algorithm": "rabin", "min_bytes": 128}}, ["min_bytes 128", "rabin wants >= 256"]),
     ({"segment": {"target_chunks": 12}}, ["segment.target_chunks: no longer a setting, but a constant (16)"]),
-    ({"redis": {"partitions": 48}}, ["redis.partitions", "48", "power of two"]),
+    ({"redis": {"partitions": 48}}, ["redis.partitions: no longer a setting, but a constant (16)"]),
     ({"features": {"count": 10}}, ["count 10", "multiple of super_features (3)"]),
     ({"base": {"cache_bytes": "lots"}}, ['base.cache_bytes "lots"']),
     ({"base": {"cache_bytes": -1}}, ['base.cache_bytes "-1"']),
@@ -305,6 +304,27 @@ def test_removed_setting_is_refused_with_its_constant(
         load()
     with pytest.raises(ConfigError, match="no longer a setting"):
         with_changes(Settings(), {section: {field: 1}})
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_replaced_setting_is_refused_with_its_replacement(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section, _, field = name.partition(".")
+    expected = re.escape(f"{name}: no longer a setting; set {REPLACED[name]} instead (set by ")
+    file = toml(tmp_path, f"[{section}]\n{field} = true")
+    with pytest.raises(ConfigError, match=rf"^{expected}file {file}\)$"):
+        load(file)
+    variable = f"NEARKIN_{section.upper()}__{field.upper()}"
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ConfigError, match=rf"^{expected}environment {variable}\)$"):
+        load()
+
+
+def test_replacement_of_a_setting_is_a_setting() -> None:
+    for text in REPLACED.values():
+        section, _, field = text.partition(" ")[0].partition(".")
+        assert hasattr(getattr(Settings(), section), field), text
 
 
 def test_misspelled_section_shows_no_secret() -> None:
@@ -419,7 +439,6 @@ def test_settings_are_immutable() -> None:
         ({"url": "redis://h", "ca_file": "ca.pem"}, "need rediss:// (TLS)"),
         ({"url": "rediss://h", "cert_file": "c.pem"}, "cert_file and key_file: give both or neither"),
         ({"prefix": "a{b}"}, 'prefix "a{b}": use no braces'),
-        ({"partitions": 48}, 'redis.partitions "48": want a power of two'),
         ({"timeout_seconds": 0}, "redis.timeout_seconds: no longer a setting, but a constant (5)"),
     ],
 )

@@ -119,7 +119,7 @@ def test_sizes_are_read_in_common_notations(text: str, size_bytes: int) -> None:
     [
         {"store": "s", "tenant": "t"},
         {"features__algorithm": "odess", "delta__max_depth": "3", "restore__cache_bytes": "64MiB"},
-        {"base__try_all_candidates": "true", "storage__parity": "rs-4-2"},
+        {"block__thorough": "true", "storage__parity": "rs-4-2"},
     ],
 )
 def test_variables_are_read_as_pydantic_settings_reads_them(
@@ -134,7 +134,7 @@ def test_variables_are_read_as_pydantic_settings_reads_them(
         features: dict[str, Any] | None = None
         delta: dict[str, Any] | None = None
         restore: dict[str, Any] | None = None
-        base: dict[str, Any] | None = None
+        block: dict[str, Any] | None = None
         storage: dict[str, Any] | None = None
 
     found = EnvSettingsSource(Environment, env_prefix="NEARKIN_", env_nested_delimiter="__")()

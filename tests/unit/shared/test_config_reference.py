@@ -34,7 +34,6 @@ def test_allowed_values_are_those_of_the_rule() -> None:
     wants = {each.name: each.wants for each in describe_settings()}
     assert wants["delta.max_depth"] == "1 to 63"
     assert wants["block.delta_bytes"] == "bytes, 4 KiB to 16 MiB"
-    assert wants["redis.partitions"] == "1 to 4096, a power of two"
     assert wants["features.algorithm"] == "`finesse`, `ntransform`, `odess`, `none`"
     assert wants["ingest.group"] == "text, or unset"
     assert wants["retention.policies[].keep_last"] == "-1 to 1000000"

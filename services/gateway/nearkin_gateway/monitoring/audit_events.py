@@ -34,7 +34,7 @@ class AuditEvent:
     fields: tuple[str, ...] = ()
     """Beyond COMMON_FIELDS; empty ones are left out of a record."""
     is_read: bool = False
-    """Whether `audit.reads` turns it off, and AUDIT_RECORDS_PER_SECOND bounds it."""
+    """Whether `audit.records` leaves it out, and AUDIT_RECORDS_PER_SECOND bounds it."""
     is_limited: bool = False
     """Whether AUDIT_RECORDS_PER_SECOND bounds it, though no setting turns it off."""
     level: int = logging.INFO

@@ -58,12 +58,12 @@ class AuditLog:
     @property
     def enabled(self) -> bool:
         """Return whether records are written."""
-        return self._settings.enabled
+        return self._settings.records != "none"
 
     def record(self, name: str, actor: Actor, fields: Mapping[str, object]) -> None:
         """Write a record of an event of EVENTS, unless settings or rates leave it out."""
         event = EVENTS[name]
-        if not self.enabled or (event.is_read and not self._settings.reads):
+        if not self.enabled or (event.is_read and self._settings.records != "all"):
             return
         metrics.AUDIT_EVENTS.labels(name).inc()
         self._emit(event, actor, fields)

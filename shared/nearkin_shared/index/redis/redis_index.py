@@ -29,6 +29,9 @@ from nearkin_shared.index.redis.redis_catalog import MEMBERS_A_PAGE, RedisCatalo
 from nearkin_shared.index.redis.redis_removal import drop_containers, withdraw_entries, withdraw_missing
 from nearkin_shared.types import U8, U32, U64, Bools, ContainerId, Locations
 
+PARTITIONS = 16
+"""Hash slots of each table of a new index. A Cluster spreads them over its nodes."""
+
 
 class RedisIndex(RedisCatalog):
     """Index of a fleet, seen from one dedup domain. Shared by threads."""
@@ -52,7 +55,7 @@ class RedisIndex(RedisCatalog):
         self.server: RedisServer = RedisServer(settings, timeout_seconds=timeout_seconds, retries=retries)
         self.prefix: str = settings.prefix
         self._domain = domain
-        self.epochs: Epochs = Epochs(self.server, settings.prefix, settings.partitions, generation)
+        self.epochs: Epochs = Epochs(self.server, settings.prefix, PARTITIONS, generation)
         self.server.begin_use()
 
     def for_domain(self, domain: bytes) -> RedisIndex:
