@@ -8,7 +8,7 @@ INPUTS := pyproject.toml setup.py requirements/build.txt requirements/dev.txt \
   $(wildcard shared/nearkin_shared/kernels/native/_*.pyx shared/nearkin_shared/kernels/native/*.c shared/nearkin_shared/kernels/native/*.h)
 export NEARKIN_KERNELS ?= cython
 
-.PHONY: help setup demo serve test soak man check up down status bench clean
+.PHONY: help setup demo serve test soak man check types up down status bench clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ check: setup ## ruff, ruff format, mypy strict, import-linter, structure, vocabu
 	@$(BIN)/zizmor --quiet --offline --no-progress .github
 	@$(BIN)/python -m pytest --collect-only --quiet >/dev/null
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+types: setup ## pyright --verifytypes nearkin: the types of all public names are complete
+	@bash tools/check-public-types $(VENV)
 
 up: setup ## start Kafka, Redis, an S3 server, workers and a gateway on this machine; print its URL and a token
 	@bash tools/system-packages cluster

@@ -390,7 +390,7 @@ class MountedFile:
         self._extents = ((0, size),) if extents is None else extents
         lengths = [length for _, length in self._extents]
         self._content_starts = list(accumulate(lengths, initial=0))
-        self.content_bytes = self._content_starts[-1]
+        self.content_bytes: int = self._content_starts[-1]
 
     def read(self, content: Callable[[], VersionFile], offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`, fewer only at the end; holes are zeros."""

@@ -81,7 +81,7 @@ class TarIndex:
         finally:
             os.unlink(path)  # it lives until it is closed
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self.entries = 0
+        self.entries: int = 0
 
     def __enter__(self) -> Self:
         return self

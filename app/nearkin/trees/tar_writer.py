@@ -90,7 +90,7 @@ class TarWriter:
         self._has_folder = True
         self._copies: dict[bytes, bytes] = {}
         """Names in the archive of content whose own entry is not in it, by path in the tree."""
-        self.entries = 0
+        self.entries: int = 0
 
     def write(self, path: bytes, output: BinaryIO) -> None:
         """Write the archive of a folder, names relative to it, or of one other entry.

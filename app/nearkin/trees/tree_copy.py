@@ -35,7 +35,7 @@ class TreeCopy:
         self._reader = reader
         self._stream = ContentStream(open_range, reader.size_bytes)
         self._progress = progress
-        self.digest = f"blake3:{reader.digest.hex()}"
+        self.digest: str = f"blake3:{reader.digest.hex()}"
 
     def feed(self, writer: EmbeddedWriter, blob: BlobTransfer) -> bytes:
         """Write the tree; return its digest. Raises Corrupt, StoreUnavailable."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 from nearkin_shared.errors import BadInput
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nearkin.embedded.blob_transfer import BlobTransfer
     from nearkin.embedded.runner import EmbeddedWriter
     from nearkin_shared.types import U32, Locations
@@ -49,8 +51,8 @@ class StoreSink:
     def __init__(self, writer: EmbeddedWriter, blob: BlobTransfer) -> None:
         self._blob = blob
         self._writer = writer
-        self.window = writer.window
-        self.end_chunk = writer.end_chunk
+        self.window: Callable[[], memoryview] = writer.window
+        self.end_chunk: Callable[..., None] = writer.end_chunk
 
     @property
     def size_bytes(self) -> int:
@@ -81,7 +83,7 @@ class StreamSink:
         self._file = file
         self._buffer = memoryview(bytearray(STREAM_BUFFER_BYTES))
         self._used = 0
-        self.size_bytes = 0
+        self.size_bytes: int = 0
 
     def window(self) -> memoryview:
         """Return where the next bytes may be written; never empty."""
