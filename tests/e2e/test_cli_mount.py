@@ -9,8 +9,10 @@ import signal
 import stat
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,11 +62,15 @@ def source(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def mounted(store: Path, folder: Path, *, end: int | None = None) -> Iterator[Path]:
+def mounted(
+    store: Path, folder: Path, *, end: int | None = None, line: list[str] | None = None, cwd: Path | None = None
+) -> Iterator[Path]:
     """Mount a store for a block, then unmount it, or end it by a signal; the exit code must be 0."""
     folder.mkdir(exist_ok=True)
-    line = command("--store", store, "--json", "mount", folder)
-    process = subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    line = line or command("--store", store, "--json", "mount", folder)
+    process = subprocess.Popen(
+        line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd
+    )
     assert process.stdout is not None
     try:
         first = process.stdout.readline()
@@ -123,6 +129,77 @@ def test_mounted_tree_equals_its_source(source: Path, tmp_path: Path) -> None:
             (tree / "nothing").stat()
         with pytest.raises(OSError, match="Read-only file system"):
             (tree / "small.txt").write_bytes(b"")
+
+
+@needs_fuse
+def test_rsync_finds_no_difference_from_the_mount(source: Path, tmp_path: Path) -> None:
+    """Owners, times, hard links, xattrs, ACLs and holes of the mounted tree are those of the source."""
+    for name in ("third name", "fourth name"):
+        os.link(source / "small.txt", source / "deep" / "er" / name)
+    os.link(source / "fifo", source / "second fifo")
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [source])
+    with mounted(tmp_path / "store", tmp_path / "mnt") as folder:
+        tree = folder / "home" / "1"
+        line = ["rsync", "-naHAXS", "--itemize-changes", "--delete", f"{tree}/", f"{source}/"]
+        assert subprocess.run(line, check=True, capture_output=True).stdout == b""
+        for name in ("small.txt", "deep/hard link", "deep/er/third name", "fifo", "second fifo", "large.bin"):
+            found, expected = (tree / name).lstat(), (source / name).lstat()
+            assert (found.st_nlink, name) == (expected.st_nlink, name)
+        subprocess.run(["rsync", "-aHAXS", f"{tree}/", tmp_path / "copy"], check=True)
+    line[-2:] = [f"{source}/", f"{tmp_path}/copy/"]
+    assert subprocess.run(line, check=True, capture_output=True).stdout == b""
+    assert (tmp_path / "copy" / "small.txt").stat().st_nlink == 4
+
+
+@needs_fuse
+def test_relative_store_path_is_found_from_a_mount(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", create=True) as store:
+        store.put("blob", b"blob")
+    with mounted(Path("store"), tmp_path / "mnt", cwd=tmp_path) as folder:
+        assert (folder / "blob" / "1").read_bytes() == b"blob"
+
+
+COUNTING_MOUNT = """
+    import json, sys
+    from pathlib import Path
+    from nearkin.store import open_store
+    from nearkin.trees.fuse_mount import mount_store
+    from nearkin.trees.mounted_store import MountedStore
+
+    asked = 0
+
+    class CountingStore(MountedStore):
+        def status(self, path):
+            global asked
+            asked += 1
+            return super().status(path)
+
+    with open_store(sys.argv[1]) as store:
+        folder = Path(sys.argv[2])
+        announce = lambda: print(json.dumps({"folder": str(folder)}), flush=True)
+        mount_store(CountingStore(store), folder, announce, allow_other=False)
+    Path(sys.argv[3]).write_text(str(asked))
+"""
+
+
+@needs_fuse
+@pytest.mark.skipif(not find_library("fuse3"), reason="libfuse 3 is not installed")
+def test_listing_with_attributes_asks_for_no_entry(tmp_path: Path) -> None:
+    """`ls -lR` takes the attributes from the listings: of folders of more than one page, too."""
+    for folder in range(3):
+        (tmp_path / "source" / f"{folder}").mkdir(parents=True)
+        for number in range(1500):
+            (tmp_path / "source" / f"{folder}" / f"file with a long name {number}").touch()
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [tmp_path / "source"])
+    line = [sys.executable, "-c", textwrap.dedent(COUNTING_MOUNT), tmp_path / "store", tmp_path / "mnt"]
+    with mounted(tmp_path / "store", tmp_path / "mnt", line=[*map(str, line), str(tmp_path / "asked")]) as folder:
+        done = subprocess.run(["ls", "-lR", folder / "home" / "1"], check=True, capture_output=True)
+        assert done.stdout.count(b"file with a long name") == 4500
+        subprocess.run(["diff", "-r", tmp_path / "source", folder / "home" / "1"], check=True)
+    asked = int((tmp_path / "asked").read_text())
+    assert asked < 50, f"{asked} requests for attributes of 4,503 entries"
 
 
 @needs_fuse

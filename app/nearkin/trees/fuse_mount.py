@@ -1,36 +1,39 @@
 """Mount a store by FUSE, read-only.
 
-Invariant: a request that fails ends with an error number, and one that finds damage is logged; the mount stays.
+Invariant: the mount ends when it is unmounted or a signal arrives, and all open files are closed then.
 """
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes.util import find_library
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Event
+from typing import TYPE_CHECKING
 
-from nearkin.trees.mounted_store import MountedStore, Status
-from nearkin_shared.errors import BadInput, ConfigError, NearkinError, NotFound
+from nearkin.trees.fuse_callbacks import fuse_callbacks, fuse_operations
+from nearkin.trees.mounted_store import MountedStore
+from nearkin_shared.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+LIBRARY_VARIABLE = "FUSE_LIBRARY_NAME"
+"""Environment variable that names the library for mfusepy."""
 DEVICE = Path("/dev/fuse")
 ATTRIBUTE_SECONDS = 60
 """How long the kernel keeps names and attributes: versions never change, but `forget` deletes some."""
-_log = logging.getLogger("nearkin")
 
 
 def load_fuse() -> ModuleType:
     """Return the FUSE library. Raises ConfigError if it, libfuse or the device is missing."""
     try:
-        import mfusepy
+        with _preferred_library():
+            import mfusepy
     except ModuleNotFoundError as err:
         raise ConfigError(f"mount: {err.name} is not installed; pip install 'nearkin[mount]'") from err
     except (OSError, AttributeError) as err:
@@ -44,6 +47,23 @@ def load_fuse() -> ModuleType:
         raise ConfigError("mount: fusermount3 is not installed, which users other than root need; install fuse3")
     module: ModuleType = mfusepy
     return module
+
+
+@contextmanager
+def _preferred_library() -> Iterator[None]:
+    """Let mfusepy load libfuse 3 where it can be used.
+
+    With libfuse 2 the kernel asks for the attributes of each entry of a listing.
+    """
+    is_usable = not os.geteuid() or shutil.which("fusermount3") is not None
+    if LIBRARY_VARIABLE in os.environ or not is_usable or find_library("fuse3") is None:
+        yield
+        return
+    os.environ[LIBRARY_VARIABLE] = "fuse3"
+    try:
+        yield
+    finally:
+        del os.environ[LIBRARY_VARIABLE]
 
 
 def check_mount_point(folder: Path) -> None:
@@ -63,11 +83,17 @@ def mount_store(store: MountedStore, folder: Path, on_mount: Callable[[], None],
     """
     fuse = load_fuse()
     check_mount_point(folder)
-    operations = _operations(fuse, store, on_mount)
-    with _default_signals():
+    with _default_signals(), _working_folder() as restore_folder:
+        is_mounted = Event()
+
+        def start() -> None:
+            is_mounted.set()
+            restore_folder()
+            on_mount()
+
         try:
-            fuse.FUSE(
-                operations,
+            fuse_callbacks(fuse, store)(
+                fuse_operations(fuse, store, start),
                 str(folder),
                 foreground=True,
                 nothreads=True,
@@ -81,12 +107,27 @@ def mount_store(store: MountedStore, folder: Path, on_mount: Callable[[], None],
                 default_permissions=allow_other,
             )
         except RuntimeError as err:  # libfuse printed the reason
+            if is_mounted.is_set():  # libfuse 3: a signal ended the mount
+                return
             raise ConfigError(
                 f"mount: {str(folder)!r}: libfuse refused (code {err}), the line above has its reason; --allow-other "
                 "of a user needs user_allow_other in /etc/fuse.conf"
             ) from err
         finally:
             store.close_all()
+
+
+@contextmanager
+def _working_folder() -> Iterator[Callable[[], None]]:
+    """Yield a function that enters the working folder again.
+
+    libfuse 3 leaves it, and the path of a store may be relative.
+    """
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield lambda: os.fchdir(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -99,72 +140,3 @@ def _default_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def error_numbers(action: str, path: str) -> Iterator[None]:
-    """Raise errors of a store as error numbers; log those that are no plain absence."""
-    try:
-        yield
-    except NotFound as err:
-        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT)) from err
-    except NotADirectoryError as err:
-        raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from err
-    except IsADirectoryError as err:
-        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR)) from err
-    except (NearkinError, OSError) as err:
-        _log.error("mount: %s %r failed: %s", action, path, err)
-        raise OSError(errno.EIO, os.strerror(errno.EIO)) from err
-
-
-def _operations(fuse: ModuleType, store: MountedStore, on_mount: Callable[[], None]) -> Any:
-    """Return the callbacks of a mount; the library's base class is known once it is imported."""
-
-    class StoreOperations(fuse.Operations):  # type: ignore[misc, name-defined]
-        use_ns = True
-
-        def init(self, _path: str) -> None:
-            on_mount()
-
-        def getattr(self, path: str, _handle: int | None = None) -> dict[str, int]:
-            with error_numbers("stat", path):
-                return _attributes(store.status(os.fsencode(path)))
-
-        def readdir(self, path: str, _handle: int) -> Iterator[tuple[str, dict[str, int], int]]:
-            yield from ((name, {}, 0) for name in (".", ".."))
-            with error_numbers("list", path):
-                for name, mode, inode in store.children(os.fsencode(path)):
-                    yield os.fsdecode(name), {"st_mode": mode, "st_ino": inode}, 0
-
-        def readlink(self, path: str) -> str:
-            with error_numbers("readlink", path):
-                return os.fsdecode(store.link_target(os.fsencode(path)))
-
-        def listxattr(self, path: str) -> list[str]:
-            with error_numbers("listxattr", path):
-                return [os.fsdecode(name) for name in store.xattrs(os.fsencode(path))]
-
-        def getxattr(self, path: str, name: str, _position: int = 0) -> bytes:
-            with error_numbers("getxattr", path):
-                found = store.xattrs(os.fsencode(path)).get(os.fsencode(name))
-            if found is None:
-                raise OSError(fuse.ENOATTR, os.strerror(fuse.ENOATTR))
-            return found
-
-        def open(self, path: str, _flags: int) -> int:
-            with error_numbers("open", path):
-                return store.open(os.fsencode(path))
-
-        def read(self, path: str, size: int, offset: int, handle: int) -> bytes:
-            with error_numbers("read", path):
-                return store.read(handle, offset, size)
-
-        def release(self, _path: str, handle: int) -> int:
-            store.close(handle)
-            return 0
-
-    return StoreOperations()
-
-
-def _attributes(status: Status) -> dict[str, int]:
-    return {**status._asdict(), "st_atime": status.st_mtime, "st_ctime": status.st_mtime}

@@ -41,7 +41,9 @@ REFRESH_SECONDS = 10.0
 """Age at which the list of versions is read again; it is older if reading it takes more than a twentieth of that."""
 REFRESH_SHARE = 20
 TREES_MAX = 16
-"""Open trees; each holds the index of its groups, 0.3 MB for 250,000 entries."""
+"""Open trees; each holds the index of its groups, 0.3 MB for 250,000 entries, and the paths of its linked files."""
+LINKED_FILES_MAX = 200_000
+"""Hard-linked files of a tree whose names are counted, 200 bytes each; others have a link count of 2."""
 CACHED_ENTRIES_MAX = 100_000
 """Entries of all cached folders, 500 bytes each."""
 FOLDER_ENTRIES_MAX = 20_000
@@ -50,7 +52,8 @@ OPEN_FILES_MAX = 16
 """Files that hold a piece and read the next one ahead, 8 MiB each; others open their range again at the next read."""
 LATEST = b"latest"
 _VERSION_NAME = re.compile(rb"latest|[0-9]+|[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z")
-_TYPES = {kind: type_bits for type_bits, kind in KINDS.items()}
+_TYPES: dict[int, int] = {kind: type_bits for type_bits, kind in KINDS.items()}
+_DEVICES = (EntryKind.CHARACTER_DEVICE, EntryKind.BLOCK_DEVICE)
 _FOLDER_MODE, _FILE_MODE, _LINK_MODE = stat.S_IFDIR | 0o555, stat.S_IFREG | 0o444, stat.S_IFLNK | 0o777
 _INODE_MASK = (1 << 63) - 1
 _log = logging.getLogger("nearkin")
@@ -84,6 +87,15 @@ class Status(NamedTuple):
     st_rdev: int = 0
     st_nlink: int = 1
     st_blocks: int = 0
+
+
+class Child(NamedTuple):
+    """An entry of a folder."""
+
+    name: bytes
+    status: Status
+    is_complete: bool = True
+    """False: the status has type and inode alone, because the others would open a tree."""
 
 
 @dataclass
@@ -129,7 +141,9 @@ class MountedStore:
         self._clock = clock
         self._root = _KeyFolder()
         self._valid_until = -1.0
-        self._trees: OrderedDict[tuple[str, int], TreeReader] = OrderedDict()
+        self._trees: OrderedDict[tuple[str, int], _OpenTree] = OrderedDict()
+        self._listed: tuple[bytes, dict[bytes, PlacedEntry]] = (b"", {})
+        """The folder of a tree that was listed last; a version's content never changes."""
         self._folders: OrderedDict[tuple[str, int, bytes], dict[bytes, PlacedEntry] | None] = OrderedDict()
         self._cached_entries = 0
         self._open_files: OrderedDict[int, VersionFile] = OrderedDict()
@@ -146,31 +160,32 @@ class MountedStore:
             return Status(_FOLDER_MODE, _inode(path))
         if isinstance(found, bytes):
             return Status(_LINK_MODE, _inode(path), len(found))
-        if not _is_tree(found.info):
-            return _blob_status(found.info)
         if not found.path:
-            return self._root_status(found.info)
-        return self._entry_status(found.info, self._find(found))
+            return self._version_status(found.info)
+        return self._tree(found.info).status(self._find(found))
 
-    def children(self, path: bytes) -> Iterator[tuple[bytes, int, int]]:
-        """Yield (name, mode, inode) of the content of a folder.
+    def children(self, path: bytes) -> Iterator[Child]:
+        """Yield the content of a folder.
 
         Raises NotFound, NotADirectoryError, and what reading a tree raises.
         """
         found = self._resolve(path)
         if isinstance(found, _KeyFolder):
             for name in found.folders:
-                yield name, _FOLDER_MODE, _inode(path.rstrip(b"/") + b"/" + name)
+                yield Child(name, Status(_FOLDER_MODE, _inode(path.rstrip(b"/") + b"/" + name)))
             for name, info in found.versions.items():
-                yield name, _FOLDER_MODE if _is_tree(info) else _FILE_MODE, _entry_inode(info, b"")
-            for name in found.links:
-                yield name, _LINK_MODE, _inode(path + b"/" + name)
+                mode = _FOLDER_MODE if _is_tree(info) else _FILE_MODE
+                yield Child(name, Status(mode, _entry_inode(info, b"")), is_complete=False)
+            for name, target in found.links.items():
+                yield Child(name, Status(_LINK_MODE, _inode(path + b"/" + name), len(target)))
             return
         if isinstance(found, bytes) or not _is_tree(found.info):
             raise NotADirectoryError(path)
-        for placed in self._tree(found.info).children(found.path):
-            status = self._entry_status(found.info, placed)
-            yield placed.entry.name, status.st_mode, status.st_ino
+        entries, tree = self._folder(found.info, found.path), self._tree(found.info)
+        if entries is not None:
+            self._listed = (path, entries)
+        for placed in tree.reader.children(found.path) if entries is None else entries.values():
+            yield Child(placed.entry.name, tree.status(placed))
 
     def link_target(self, path: bytes) -> bytes:
         """Return the target of a symlink.
@@ -181,8 +196,20 @@ class MountedStore:
         if isinstance(found, bytes):
             return found
         if isinstance(found, _EntryPath) and found.path:
-            return self._content_of(found.info, self._find(found)).entry.target
+            return self._tree(found.info).reader.content_of(self._find(found)).entry.target
         raise NotFound(f"{path!r}: is not a symlink")
+
+    def xattr(self, path: bytes, name: bytes) -> bytes | None:
+        """Return an extended attribute of a path, or None.
+
+        `ls -l` asks for two of each entry that it lists. Raises NotFound, and what reading a tree raises.
+        """
+        folder, _, entry_name = path.rpartition(b"/")
+        if folder == self._listed[0]:
+            placed = self._listed[1].get(entry_name)
+            if placed is not None and placed.entry.kind != EntryKind.HARD_LINK and not placed.entry.xattrs:
+                return None
+        return self.xattrs(path).get(name)
 
     def xattrs(self, path: bytes) -> dict[bytes, bytes]:
         """Return the extended attributes of a path.
@@ -193,12 +220,12 @@ class MountedStore:
         if not isinstance(found, _EntryPath) or not _is_tree(found.info):
             return {}
         try:
-            placed = self._find(found) if found.path else self._tree(found.info).find(b"")
+            placed = self._find(found) if found.path else self._tree(found.info).reader.find(b"")
         except NotFound:
             if found.path:
                 raise
             return {}
-        return dict(self._content_of(found.info, placed).entry.xattrs)
+        return dict(self._tree(found.info).reader.content_of(placed).entry.xattrs)
 
     def open(self, path: bytes) -> int:
         """Open a file and return its handle.
@@ -214,7 +241,7 @@ class MountedStore:
         elif not found.path:
             raise IsADirectoryError(path)
         else:
-            placed = self._content_of(info, self._find(found))
+            placed = self._tree(info).reader.content_of(self._find(found))
             file = MountedFile(info, placed.start, placed.entry.size, placed.entry.extents)
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         self._handles[handle] = file
@@ -293,11 +320,11 @@ class MountedStore:
 
     # --- trees -------------------------------------------------------------------------------------------------------
 
-    def _tree(self, info: VersionInfo) -> TreeReader:
+    def _tree(self, info: VersionInfo) -> _OpenTree:
         key = (info.key, info.version)
         tree = self._trees.get(key)
         if tree is None:
-            tree = self._trees[key] = self._store.tree(*key)
+            tree = self._trees[key] = _OpenTree(info, self._store.tree(*key))
             if len(self._trees) > TREES_MAX:
                 self._trees.popitem(last=False)
         self._trees.move_to_end(key)
@@ -311,7 +338,7 @@ class MountedStore:
         folder, _, name = found.path.rpartition(b"/")
         entries = self._folder(found.info, folder)
         if entries is None:
-            return self._tree(found.info).find(found.path)
+            return self._tree(found.info).reader.find(found.path)
         if name not in entries:
             raise NotFound(f"{found.info.key!r} version {found.info.version}: has no entry {found.path!r}")
         return entries[name]
@@ -331,39 +358,20 @@ class MountedStore:
 
     def _read_folder(self, info: VersionInfo, folder: bytes) -> dict[bytes, PlacedEntry] | None:
         entries: dict[bytes, PlacedEntry] = {}
-        for placed in self._tree(info).children(folder):
+        for placed in self._tree(info).reader.children(folder):
             entries[placed.entry.name] = placed
             if len(entries) > FOLDER_ENTRIES_MAX:
                 return None
         return entries
 
-    def _content_of(self, info: VersionInfo, placed: PlacedEntry) -> PlacedEntry:
-        if placed.entry.kind != EntryKind.HARD_LINK:
-            return placed
-        return self._tree(info).content_of(placed)
-
-    def _root_status(self, info: VersionInfo) -> Status:
+    def _version_status(self, info: VersionInfo) -> Status:
+        if not _is_tree(info):
+            return _blob_status(info)
+        tree = self._tree(info)
         try:
-            return self._entry_status(info, self._tree(info).find(b""))
+            return tree.status(tree.reader.find(b""))
         except NotFound:  # a tree of several folders has no root of its own
             return Status(_FOLDER_MODE, _entry_inode(info, b""), 0, _created_ns(info))
-
-    def _entry_status(self, info: VersionInfo, placed: PlacedEntry) -> Status:
-        is_link = placed.entry.kind == EntryKind.HARD_LINK
-        entry = self._content_of(info, placed).entry
-        is_device = entry.kind in (EntryKind.CHARACTER_DEVICE, EntryKind.BLOCK_DEVICE)
-        size = len(entry.target) if entry.kind == EntryKind.SYMLINK else entry.size
-        return Status(
-            _TYPES[EntryKind(entry.kind)] | entry.mode,
-            _entry_inode(info, entry.path),
-            0 if is_device else size,
-            entry.mtime_ns,
-            entry.uid,
-            entry.gid,
-            entry.size if is_device else 0,
-            2 if is_link else 1,
-            -(-entry.content_bytes // 512),
-        )
 
     # --- content -----------------------------------------------------------------------------------------------------
 
@@ -378,6 +386,54 @@ class MountedStore:
                 self._open_files.popitem(last=False)[1].close()
         self._open_files.move_to_end(handle)
         return content
+
+
+class _OpenTree:
+    """A tree, with the inode numbers and link counts of its entries, which are not stored."""
+
+    def __init__(self, info: VersionInfo, reader: TreeReader) -> None:
+        self.reader = reader
+        self._inode_prefix = _inode_prefix(info)
+        self._further_names: dict[bytes, int] | None = None
+
+    def status(self, placed: PlacedEntry) -> Status:
+        """Return the attributes of an entry; those of a hard link are those of its content.
+
+        Raises Corrupt, and what reading a tree raises.
+        """
+        further = self._further_names if self._further_names is not None else self._count_names()
+        entry = placed.entry
+        kind = entry.kind
+        if kind == EntryKind.HARD_LINK:
+            entry = self.reader.content_of(placed).entry
+            kind = entry.kind
+        path = entry.path
+        links = 1 + (further.get(path, 0) if further else 0)
+        size = entry.size if kind != EntryKind.SYMLINK else len(entry.target)
+        is_device = kind in _DEVICES
+        return Status(
+            _TYPES[kind] | entry.mode,
+            _inode(self._inode_prefix + path),
+            0 if is_device else size,
+            entry.mtime_ns,
+            entry.uid,
+            entry.gid,
+            size if is_device else 0,
+            links if entry is placed.entry else max(2, links),
+            -(-entry.content_bytes // 512),
+        )
+
+    def _count_names(self) -> dict[bytes, int]:
+        """Return how many names each hard-linked file has besides its first.
+
+        The kinds of all entries are read once: the entry of the first name does not have the number.
+        """
+        found: dict[bytes, int] = {}
+        for target in self.reader.hard_link_targets():
+            if target in found or len(found) < LINKED_FILES_MAX:
+                found[target] = found.get(target, 0) + 1
+        self._further_names = found
+        return found
 
 
 class MountedFile:
@@ -428,7 +484,12 @@ def _blob_status(info: VersionInfo) -> Status:
 
 
 def _entry_inode(info: VersionInfo, path: bytes) -> int:
-    return _inode(b"%s\0%d\0%s" % (os.fsencode(info.key), info.version, path))
+    return _inode(_inode_prefix(info) + path)
+
+
+def _inode_prefix(info: VersionInfo) -> bytes:
+    """Return what precedes the path in the name whose hash is an inode number."""
+    return b"%s\0%d\0" % (os.fsencode(info.key), info.version)
 
 
 def _inode(name: bytes) -> int:

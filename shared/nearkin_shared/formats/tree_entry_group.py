@@ -179,6 +179,20 @@ def decode_group(data: bytes, what: str) -> list[TreeEntry]:
         raise Corrupt(f"{what}: does not parse: {err}") from err
 
 
+def hard_link_targets(data: bytes, what: str) -> list[bytes]:
+    """Return the target of each hard link of a group. Raises Corrupt, with the name `what`.
+
+    A group without hard links, as most are, is not decoded.
+    """
+    if len(data) < _HEAD.size:
+        raise Corrupt(f"{what}: {len(data)} bytes are too few for a group of a tree")
+    _, rows, folder_count, paths_bytes, *_ = _HEAD.unpack_from(data)
+    kinds_start = _HEAD.size + folder_count * 6 + paths_bytes
+    if EntryKind.HARD_LINK not in data[kinds_start : kinds_start + rows]:
+        return []
+    return [entry.target for entry in decode_group(data, what) if entry.kind == EntryKind.HARD_LINK]
+
+
 def _decode(data: memoryview, what: str) -> Iterator[TreeEntry]:
     magic, rows, folder_count, paths_bytes, names_bytes, digest_count, links_bytes, extras_bytes = _HEAD.unpack_from(
         data

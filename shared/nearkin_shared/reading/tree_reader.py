@@ -9,7 +9,7 @@ digest of the version.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -17,7 +17,15 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from nearkin_shared.errors import BadInput, Corrupt, NotFound
-from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryKind, TreeEntry, decode_group, is_name, sort_key
+from nearkin_shared.formats.tree_entry_group import (
+    DIGEST_BYTES,
+    EntryKind,
+    TreeEntry,
+    decode_group,
+    hard_link_targets,
+    is_name,
+    sort_key,
+)
 from nearkin_shared.formats.tree_layout import (
     FOOTER_BYTES,
     GroupIndex,
@@ -56,6 +64,8 @@ class TreeReader:
         self._index = index
         self._label = label
         self._decoded: tuple[int, list[PlacedEntry]] = (-1, [])
+        self._named: dict[tuple[bytes, bytes], PlacedEntry] = {}
+        """Entries of the decoded group by folder and name, once one is looked up."""
         self.size_bytes = size_bytes
         """Of the blob."""
         self.digest = digest
@@ -101,26 +111,28 @@ class TreeReader:
 
         With `first`, from the start of the group that may have an entry with this key.
         """
-        number = 0 if first is None else max(0, self._group_of(first))
-        blocks = self._index.block_starts
-        while number < len(self._index.groups):
-            last = max(number + 1, bisect_right(blocks, blocks[number] + READ_BYTES) - 1)
-            data = self._read_range(blocks[number], blocks[last])
-            for group in range(number, last):
-                yield from self._decode(
-                    group, data[blocks[group] - blocks[number] : blocks[group + 1] - blocks[number]]
-                )
-            number = last
+        for number, block in self._read_blocks(0 if first is None else max(0, self._group_of(first))):
+            yield from self._decode(number, block)
+
+    def hard_link_targets(self) -> Iterator[bytes]:
+        """Yield the path of the content of each hard link, in order. Raises Corrupt."""
+        for number, block in self._read_blocks(0):
+            yield from hard_link_targets(block, self._check_digest(number, block))
 
     def children(self, folder: bytes) -> Iterator[PlacedEntry]:
         """Yield the entries of a folder, names ascending. Nothing if it has none, or is no folder."""
         key = sort_key(folder)
-        for number in range(max(0, self._group_of((key, b""))), len(self._index.groups)):
-            for placed in self._group(number):
-                found = sort_key(placed.entry.folder)
-                if found > key:
-                    return
-                if found == key and placed.entry.name:
+        first = max(0, self._group_of((key, b"")))
+        for number in range(first, len(self._index.groups)):
+            group = self._group(number)
+            start = 0
+            if number == first:
+                start = bisect_left(group, key, key=lambda placed: sort_key(placed.entry.folder))
+            for placed in group[start:] if start else group:
+                if placed.entry.folder != folder:
+                    if sort_key(placed.entry.folder) > key:
+                        return
+                elif placed.entry.name:
                     yield placed
 
     def below(self, folder: bytes) -> Iterator[PlacedEntry]:
@@ -143,9 +155,12 @@ class TreeReader:
         key = (sort_key(folder), name)
         number = self._group_of(key)
         if number >= 0:
-            for placed in self._group(number):
-                if placed.entry.name == name and placed.entry.folder == folder:
-                    return placed
+            group = self._group(number)
+            if not self._named:
+                self._named = {(placed.entry.folder, placed.entry.name): placed for placed in group}
+            placed = self._named.get((folder, name))
+            if placed is not None:
+                return placed
         raise NotFound(f"{self._label}: has no entry {path.decode(errors='backslashreplace')!r}")
 
     def content_of(self, placed: PlacedEntry) -> PlacedEntry:
@@ -171,13 +186,29 @@ class TreeReader:
         """Return the entries of a group; the last one is kept."""
         if self._decoded[0] != number:
             start, stop = self._index.block_starts[number : number + 2]
+            self._named = {}
             self._decoded = (number, self._decode(number, self._read_range(start, stop)))
         return self._decoded[1]
 
-    def _decode(self, number: int, block: bytes) -> list[PlacedEntry]:
-        group, what = self._index.groups[number], f"{self._label}: group {number} of its entries"
-        if group_digest(block) != group.digest:
+    def _read_blocks(self, number: int) -> Iterator[tuple[int, bytes]]:
+        """Yield number and bytes of each group from `number` on; several are read together."""
+        blocks = self._index.block_starts
+        while number < len(self._index.groups):
+            last = max(number + 1, bisect_right(blocks, blocks[number] + READ_BYTES) - 1)
+            data = self._read_range(blocks[number], blocks[last])
+            for group in range(number, last):
+                yield group, data[blocks[group] - blocks[number] : blocks[group + 1] - blocks[number]]
+            number = last
+
+    def _check_digest(self, number: int, block: bytes) -> str:
+        """Return a name of a group for errors. Raises Corrupt if the bytes do not have its digest."""
+        what = f"{self._label}: group {number} of its entries"
+        if group_digest(block) != self._index.groups[number].digest:
             raise Corrupt(f"{what}: its digest differs from the index; run `nearkin verify`")
+        return what
+
+    def _decode(self, number: int, block: bytes) -> list[PlacedEntry]:
+        group, what = self._index.groups[number], self._check_digest(number, block)
         entries = decode_group(block, what)
         start = self._index.content_starts[number]
         ends = [start, *(start + end for end in accumulate(entry.content_bytes for entry in entries))]
