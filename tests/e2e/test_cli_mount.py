@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from ctypes.util import find_library
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,21 +17,8 @@ import pytest
 from nearkin import open_store
 from nearkin.trees import fuse_mount
 from nearkin_shared.errors import ConfigError
-from tests.support.checks.commands import InProcess, assert_refused, command, environment
-
-MOUNT_PROBLEM = (
-    "there is no /dev/fuse"
-    if not Path("/dev/fuse").exists()
-    else "fusermount is not installed (package fuse3)"
-    if shutil.which("fusermount3") is None and shutil.which("fusermount") is None
-    else "mfusepy is not installed (extra mount)"
-    if find_spec("mfusepy") is None
-    else None
-)
-"""Why this machine cannot mount; a CI machine with the device must have the package."""
-needs_fuse = pytest.mark.skipif(
-    MOUNT_PROBLEM is not None and not (os.environ.get("CI") and Path("/dev/fuse").exists()), reason=str(MOUNT_PROBLEM)
-)
+from tests.support.checks.commands import InProcess, assert_refused, command
+from tests.support.checks.fuse_mounts import mounted_by, needs_fuse
 
 
 @pytest.fixture
@@ -61,35 +44,11 @@ def source(tmp_path: Path) -> Path:
     return root
 
 
-@contextmanager
 def mounted(
-    store: Path, folder: Path, *, end: int | None = None, line: list[str] | None = None, cwd: Path | None = None
-) -> Iterator[Path]:
-    """Mount a store for a block, then unmount it, or end it by a signal; the exit code must be 0."""
-    folder.mkdir(exist_ok=True)
-    line = line or command("--store", store, "--json", "mount", folder)
-    process = subprocess.Popen(
-        line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd
-    )
-    assert process.stdout is not None
-    try:
-        first = process.stdout.readline()
-        assert first, process.stderr and process.stderr.read()
-        assert json.loads(first) == {"folder": str(folder)}
-        yield folder
-        if end is None:
-            subprocess.run([shutil.which("fusermount3") or "fusermount", "-u", folder], check=True)
-        else:
-            process.send_signal(end)
-        assert process.wait(60) == 0
-        assert not os.path.ismount(folder)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            process.kill()
-        process.communicate()
+    store: Path, folder: Path, *, end: int | None = None, cwd: Path | None = None
+) -> AbstractContextManager[Path]:
+    """Mount a store for a block; `cwd`: the folder in which the command runs."""
+    return mounted_by(command("--store", store, "--json", "mount", folder), folder, end=end, cwd=cwd)
 
 
 def status_of(path: Path) -> tuple[object, ...]:
@@ -194,7 +153,7 @@ def test_listing_with_attributes_asks_for_no_entry(tmp_path: Path) -> None:
     with open_store(tmp_path / "store", create=True) as store:
         store.backup("home", [tmp_path / "source"])
     line = [sys.executable, "-c", textwrap.dedent(COUNTING_MOUNT), tmp_path / "store", tmp_path / "mnt"]
-    with mounted(tmp_path / "store", tmp_path / "mnt", line=[*map(str, line), str(tmp_path / "asked")]) as folder:
+    with mounted_by([*line, tmp_path / "asked"], tmp_path / "mnt") as folder:
         done = subprocess.run(["ls", "-lR", folder / "home" / "1"], check=True, capture_output=True)
         assert done.stdout.count(b"file with a long name") == 4500
         subprocess.run(["diff", "-r", tmp_path / "source", folder / "home" / "1"], check=True)
