@@ -146,14 +146,15 @@ COUNTING_MOUNT = """
 @pytest.mark.skipif(not find_library("fuse3"), reason="libfuse 3 is not installed")
 def test_listing_with_attributes_asks_for_no_entry(tmp_path: Path) -> None:
     """`ls -lR` takes the attributes from the listings: of folders of more than one page, too."""
-    for folder in range(3):
-        (tmp_path / "source" / f"{folder}").mkdir(parents=True)
+    for part in "abc":
+        (tmp_path / "source" / part).mkdir(parents=True)
         for number in range(1500):
-            (tmp_path / "source" / f"{folder}" / f"file with a long name {number}").touch()
+            (tmp_path / "source" / part / f"file with a long name {number}").touch()
     with open_store(tmp_path / "store", create=True) as store:
         store.backup("home", [tmp_path / "source"])
-    line = [sys.executable, "-c", textwrap.dedent(COUNTING_MOUNT), tmp_path / "store", tmp_path / "mnt"]
-    with mounted_by([*line, tmp_path / "asked"], tmp_path / "mnt") as folder:
+    words = (tmp_path / "store", tmp_path / "mnt", tmp_path / "asked")
+    line = [sys.executable, "-c", textwrap.dedent(COUNTING_MOUNT), *map(str, words)]
+    with mounted_by(line, tmp_path / "mnt") as folder:
         done = subprocess.run(["ls", "-lR", folder / "home" / "1"], check=True, capture_output=True)
         assert done.stdout.count(b"file with a long name") == 4500
         subprocess.run(["diff", "-r", tmp_path / "source", folder / "home" / "1"], check=True)

@@ -61,8 +61,8 @@ FAILING_DISK = """
 @contextmanager
 def failing_disk(content: Path, folder: Path) -> Iterator[Path]:
     """Mount the files of `content`; one page of each file `b` cannot be read."""
-    line = [sys.executable, "-c", textwrap.dedent(FAILING_DISK), folder, content, f"{BAD_START}", f"{BAD_STOP}"]
-    with mounted_by(line, folder):
+    words = (folder, content, BAD_START, BAD_STOP)
+    with mounted_by([sys.executable, "-c", textwrap.dedent(FAILING_DISK), *map(str, words)], folder):
         yield folder
 
 

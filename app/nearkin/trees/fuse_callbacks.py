@@ -150,7 +150,9 @@ class FolderListings:
     def seek(self, handle: int, offset: int) -> FolderListing:
         """Return the listing of a handle at an offset.
 
-        Where the last call ended it continues; anywhere else it is read from the start on. Raises as `MountedStore.children` does.
+        Where the last call ended it continues; anywhere else it is read from the start on.
+
+        Raises as `MountedStore.children` does.
         """
         path, listing = self._open[handle]
         if listing is None or listing.offset != offset:

@@ -40,6 +40,8 @@ ReadRange = Callable[[int, int], bytes]
 """Returns the bytes [start, stop) of the blob, verified."""
 END_BYTES = 64 * 1024
 """Bytes at the end that are read first: footer and index of a tree of about 250,000 entries."""
+AHEAD_BYTES = 256 * 1024
+"""Groups that are read together, while folders are listed one after the other."""
 READ_BYTES = 2 * 1024 * 1024
 """Groups that are read together, while all entries are read."""
 
@@ -64,6 +66,8 @@ class TreeReader:
         self._index = index
         self._label = label
         self._decoded: tuple[int, list[PlacedEntry]] = (-1, [])
+        self._ahead = (0, b"")
+        """Where bytes of groups start that were read together, and the bytes."""
         self._named: dict[tuple[bytes, bytes], PlacedEntry] = {}
         """Entries of the decoded group by folder and name, once one is looked up."""
         self.size_bytes = size_bytes
@@ -185,10 +189,22 @@ class TreeReader:
     def _group(self, number: int) -> list[PlacedEntry]:
         """Return the entries of a group; the last one is kept."""
         if self._decoded[0] != number:
-            start, stop = self._index.block_starts[number : number + 2]
+            block = self._block(number, is_next=number == self._decoded[0] + 1)
             self._named = {}
-            self._decoded = (number, self._decode(number, self._read_range(start, stop)))
+            self._decoded = (number, self._decode(number, block))
         return self._decoded[1]
+
+    def _block(self, number: int, *, is_next: bool) -> bytes:
+        """Return the bytes of a group; those behind it are read with it if `is_next`."""
+        blocks = self._index.block_starts
+        start, stop = blocks[number : number + 2]
+        first, data = self._ahead
+        if not first <= start <= stop <= first + len(data):
+            last = stop
+            if is_next:
+                last = max(stop, blocks[bisect_right(blocks, start + AHEAD_BYTES) - 1])
+            first, data = self._ahead = start, self._read_range(start, last)
+        return data[start - first : stop - first]
 
     def _read_blocks(self, number: int) -> Iterator[tuple[int, bytes]]:
         """Yield number and bytes of each group from `number` on; several are read together."""

@@ -32,7 +32,7 @@ needs_fuse = pytest.mark.skipif(
 
 @contextmanager
 def mounted_by(
-    line: Sequence[str | Path], folder: Path, *, end: int | None = None, cwd: Path | None = None
+    line: Sequence[str | bytes | Path], folder: Path, *, end: int | None = None, cwd: Path | None = None
 ) -> Iterator[Path]:
     """Run a command that mounts a folder, and prints it as JSON once it is mounted, for a block.
 
@@ -40,7 +40,7 @@ def mounted_by(
     """
     folder.mkdir(exist_ok=True)
     process = subprocess.Popen(
-        [os.fspath(word) for word in line],
+        line,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
