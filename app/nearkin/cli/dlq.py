@@ -152,6 +152,13 @@ def _kafka_options(command: _Command) -> _Command:
     return bootstrap(shared_options(command))
 
 
+def _letters_options(command: _Command) -> _Command:
+    letters = click.argument("letters", metavar="[LETTER]...", nargs=-1)
+    everything = click.option("--all", "everything", is_flag=True, help="Every letter that is listed.")
+    topic = click.option("--topic", metavar="TOPIC", help="With --all: only those that came from this topic.")
+    return letters(everything(topic(_kafka_options(command))))
+
+
 @dlq.command("list")
 @click.option("--topic", metavar="TOPIC", help="Only those that came from this topic.")
 @click.option("--limit", metavar="N", type=click.IntRange(1, 10_000), default=100, help="The newest N [100].")
@@ -218,10 +225,7 @@ def show(letter: str, shown_bytes: int, bootstrap: str | None) -> None:
 
 
 @dlq.command()
-@click.argument("letters", metavar="[LETTER]...", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="Every letter that is listed.")
-@click.option("--topic", metavar="TOPIC", help="With --all: only those that came from this topic.")
-@_kafka_options
+@_letters_options
 def replay(letters: tuple[str, ...], everything: bool, topic: str | None, bootstrap: str | None) -> None:
     """Send letters back, each once.
 
@@ -235,10 +239,7 @@ def replay(letters: tuple[str, ...], everything: bool, topic: str | None, bootst
 
 
 @dlq.command()
-@click.argument("letters", metavar="[LETTER]...", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="Every letter that is listed.")
-@click.option("--topic", metavar="TOPIC", help="With --all: only those that came from this topic.")
-@_kafka_options
+@_letters_options
 def drop(letters: tuple[str, ...], everything: bool, topic: str | None, bootstrap: str | None) -> None:
     """Drop letters: they are neither listed nor replayed from then on.
 

@@ -275,7 +275,6 @@ class _RedisChanges:
     """
 
     def __init__(self, seed: int, keys: int) -> None:
-        self._seed = seed
         self._draws = np.random.PCG64(np.random.SeedSequence((9, seed)))
         self._live = list(range(keys))
         self._next_key = keys

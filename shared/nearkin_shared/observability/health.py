@@ -67,10 +67,6 @@ class Monitor:
         self._pulses[name] = Pulse()
         return self._pulses[name]
 
-    def on_loop_end(self, name: str) -> None:
-        """Forget a loop that has ended."""
-        self._pulses.pop(name, None)
-
     def on_connect(self, checks: Mapping[str, Check]) -> None:
         """Record the start of work; from now on `checks` determine readiness."""
         self._readiness = Readiness(checks)

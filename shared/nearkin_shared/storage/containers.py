@@ -76,7 +76,6 @@ class ContainerRewritten(Corrupt):
     """Whether a later generation was found, which only a GC run or a repair can have written meanwhile."""
 
 
-GENERATIONS_MAX = 1 << 16
 _NAME = re.compile(r"([0-9a-f]{16})(?:\.([0-9a-f]{4}))?\.nkc")
 
 

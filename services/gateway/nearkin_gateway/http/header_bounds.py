@@ -6,7 +6,9 @@ FastAPI would answer 422 to a header out of bounds: here each has its own proble
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Header
 
 from nearkin_gateway.http.problems import TUS_VERSION
 from nearkin_gateway.uploads.tus_headers import METADATA_CHARACTERS_MAX
@@ -31,6 +33,10 @@ UPLOAD_METADATA: dict[str, Any] = {"maxLength": METADATA_CHARACTERS_MAX}
 UPLOAD_CHECKSUM: dict[str, Any] = {"pattern": "^(sha1 [A-Za-z0-9+/]{27}=|sha256 [A-Za-z0-9+/]{43}=)$"}
 UPLOAD_CONCAT: dict[str, Any] = {"pattern": f"^(partial|final;{_UPLOAD_URL}( {_UPLOAD_URL})*)$"}
 UPLOAD_ID: dict[str, Any] = {"pattern": "^[0-9a-f]{32}$"}
+PutIfMatch = Annotated[str | None, Header(description="Only over this newest version (ETag); checked at the commit.")]
+PutIfNoneMatch = Annotated[
+    str | None, Header(description="`*`: only where there is no version; checked at the commit.")
+]
 
 
 def document_parameters(operation: dict[str, Any]) -> None:

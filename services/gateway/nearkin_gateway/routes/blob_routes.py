@@ -146,12 +146,8 @@ async def put_blob(
         str | None, Header(description="64 hex digits, checked.", json_schema_extra=header_bounds.CONTENT_SHA256)
     ] = None,
     want_repr_digest: Annotated[str | None, Header(description="`sha-256=10`: keep the SHA-256 too.")] = None,
-    if_match: Annotated[
-        str | None, Header(description="Only over this newest version (ETag); checked at the commit.")
-    ] = None,
-    if_none_match: Annotated[
-        str | None, Header(description="`*`: only where there is no version; checked at the commit.")
-    ] = None,
+    if_match: header_bounds.PutIfMatch = None,
+    if_none_match: header_bounds.PutIfNoneMatch = None,
 ) -> Response:
     """Store the body as a new version of the key.
 

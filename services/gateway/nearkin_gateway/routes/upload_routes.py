@@ -137,12 +137,8 @@ async def create(
             json_schema_extra=header_bounds.UPLOAD_CONCAT,
         ),
     ] = None,
-    if_match: Annotated[
-        str | None, Header(description="Only over this newest version (ETag); checked at the commit.")
-    ] = None,
-    if_none_match: Annotated[
-        str | None, Header(description="`*`: only where there is no version; checked at the commit.")
-    ] = None,
+    if_match: header_bounds.PutIfMatch = None,
+    if_none_match: header_bounds.PutIfNoneMatch = None,
 ) -> Response:
     """Begin a resumable upload; a body is its first part.
 

@@ -195,16 +195,8 @@ class Verifier:
         self._check_records()
         parity_missing = self._check_parity([*names, *marks, *retentions], complete)
         entries = self._check_index(index, index_whole) if index is not None and scope.is_full else None
-        return VerifyReport(
-            containers=len(complete),
-            chunks=self._integrity.chunks,
-            versions=len(names),
-            bytes_read=self._integrity.bytes_read,
-            damage=tuple(map(self._assess, self._findings.damage(self._tenant))),
-            seconds=time.perf_counter() - started,
-            untagged_containers=self._integrity.untagged,
-            containers_total=len(ids),
-            container_bytes=sum(sizes.values()),
+        return replace(
+            self._report(started, len(complete), len(names), sizes.values()),
             seed=None if scope.sample is None else scope.seed,
             index_entries=entries,
             parity_missing=parity_missing,
@@ -240,16 +232,20 @@ class Verifier:
             self._check_manifest(name)
             if progress is not None:
                 progress(len(reached) + done + 1, total)
+        return self._report(started, len(reached), len(names), [sizes[container] for container in reached])
+
+    def _report(self, started: float, containers: int, versions: int, sizes: Collection[int]) -> VerifyReport:
+        """Return what was found: `containers` read in full, of those with these sizes."""
         return VerifyReport(
-            containers=len(reached),
+            containers=containers,
             chunks=self._integrity.chunks,
-            versions=len(names),
+            versions=versions,
             bytes_read=self._integrity.bytes_read,
             damage=tuple(map(self._assess, self._findings.damage(self._tenant))),
             seconds=time.perf_counter() - started,
             untagged_containers=self._integrity.untagged,
-            containers_total=len(reached),
-            container_bytes=sum(sizes[container] for container in reached),
+            containers_total=len(sizes),
+            container_bytes=sum(sizes),
         )
 
     def _reachable(self, names: Iterable[str]) -> set[int]:
