@@ -200,6 +200,7 @@ def _report(session: Session, found: ResolvedLocation, target: Path, counts: Res
                 "damaged": counts.damaged,
                 "unset": dict(sorted(counts.unset.items())),
                 "problems": problems_json(failures),
+                "unset_entries": problems_json([problem for problem in counts.problems if problem.is_attribute]),
                 "seconds": seconds,
             }
         )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from nearkin.trees.exclusions import Exclusions
 from nearkin_shared.errors import BadInput
+from nearkin_shared.formats.tree_entry_group import PATH_BYTES_MAX
 from nearkin_shared.utils.mounts import pseudo_devices
 
 ReportProblem = Callable[[bytes, str], None]
@@ -23,6 +24,8 @@ ReportSkip = Callable[[bytes, str], None]
 """Called with a path of the file system and why it is left out."""
 Ancestors = tuple[int, int, "Ancestors | None"]
 """Device and inode of a folder, and those of the folders that contain it."""
+PATH_PIECE_BYTES = 4000
+"""Of a longer path the folder is opened in pieces: the kernel takes 4,095 bytes."""
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -87,6 +90,27 @@ def _check_exists(path: bytes) -> None:
         raise BadInput(f"path {path!r}: {err}") from err
 
 
+def open_folder(path: bytes) -> int:
+    """Return the descriptor of a folder, whose path may be longer than a call of the kernel takes.
+
+    Raises OSError.
+    """
+    if len(path) <= PATH_PIECE_BYTES:
+        return os.open(path, _FOLDER_FLAGS)
+    head = path.rfind(b"/", 1, PATH_PIECE_BYTES)  # a name has 255 bytes at most
+    descriptor = os.open(path[:head], _FOLDER_FLAGS)
+    while head < len(path):
+        stop = (
+            len(path) if len(path) - head <= PATH_PIECE_BYTES else path.rfind(b"/", head + 1, head + PATH_PIECE_BYTES)
+        )
+        try:
+            below = os.open(path[head + 1 : stop], _FOLDER_FLAGS, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+        descriptor, head = below, stop
+    return descriptor
+
+
 class TreeWalker:
     """Lists the folders of a tree."""
 
@@ -143,7 +167,7 @@ class TreeWalker:
 
     def _open(self, folder: bytes, path: bytes, device: int, inode: int) -> int | None:
         try:
-            descriptor = os.open(path, _FOLDER_FLAGS)
+            descriptor = open_folder(path)
         except OSError as err:
             if not folder:
                 raise BadInput(f'path "{os.fsdecode(path)}": {err.strerror}') from err
@@ -191,6 +215,9 @@ class TreeWalker:
                 problem(self._file_path(prefix + name), (err.strerror or "has no status").lower())
                 continue
             path = prefix + name
+            if len(path) >= PATH_BYTES_MAX:
+                problem(self._file_path(path), f"its path has {len(path):,} bytes, at most {PATH_BYTES_MAX - 1:,} fit")
+                continue
             if excludes(path, status) and not self._is_selected(path):
                 continue
             if stat.S_ISDIR(status.st_mode) and self._is_entered(path, status, chain, device):

@@ -1,0 +1,183 @@
+"""Back up and restore folders of this machine, and a home folder with extreme entries; rsync compares."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from nearkin.store import open_store
+from nearkin.trees.backup_walk import BackupCounts
+from tests.support.checks.commands import command, environment
+
+IS_ROOT = os.geteuid() == 0
+NAME = b"n" * 250
+FLAGS = os.O_RDONLY | os.O_DIRECTORY
+CAPABILITY = bytes.fromhex("0100000200200000000000000000000000000000")
+
+
+def restored_equals(source: Path, tmp_path: Path) -> BackupCounts:
+    """Back up a folder, restore it, and compare both with rsync; return the counts of the backup."""
+    with open_store(tmp_path / "store", create=True) as store:
+        counts = store.backup("home", [source]).counts
+        restored = store.restore("home", tmp_path / "target")
+        assert store.verify().damage == ()
+    assert restored.is_complete, (restored.problems[:10], restored.unset)
+    line = ["rsync", "-naHAXS", "--itemize-changes", "--delete", f"{source}/", f"{tmp_path / 'target'}/"]
+    assert subprocess.run(line, check=True, capture_output=True).stdout == b""
+    return counts
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root restores owners")
+@pytest.mark.parametrize(
+    "folder",
+    ["/usr/share/zoneinfo", "/usr/share/perl", "/usr/lib/git-core", pytest.param("/usr", marks=pytest.mark.soak)],
+)
+def test_folder_of_this_machine_is_restored_as_it_was(folder: str, tmp_path: Path) -> None:
+    if not Path(folder).is_dir():
+        pytest.skip(f"{folder} does not exist")
+    counts = restored_equals(Path(folder), tmp_path)
+    assert (counts.unread, counts.changed) == (0, 0)
+    assert counts.files > 50
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root sets owners")
+def test_home_with_extreme_entries_is_restored_as_it_was(tmp_path: Path) -> None:
+    """All modes, ids, bytes of names, dates, capabilities, ACLs, hard links, holes, and a path of 4,095 bytes."""
+    home = tmp_path / "source of a home"  # longer than the name of the target: the longest path must fit there, too
+    root = os.fsencode(home)
+    for folder in (b"modes", b"folders", b"ids", b"names", b"times", b"links"):
+        os.makedirs(root + b"/" + folder)
+    for mode in range(0o10000):
+        path = root + b"/modes/%o" % mode
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+        os.chmod(path, mode)
+    for mode in range(0o777, -1, -7):
+        os.mkdir(root + b"/folders/%o" % mode)
+        os.chmod(root + b"/folders/%o" % mode, mode | 0o3000)
+    for number in (1, 999, 65_534, 65_536, (1 << 31) + 1, (1 << 32) - 2):
+        path = root + b"/ids/%d" % number
+        Path(os.fsdecode(path)).write_bytes(b"%d" % number)
+        os.chown(path, number, number - 1)
+        os.setxattr(path, "security.capability", CAPABILITY)
+        os.setxattr(path, "trusted.note", b"\0" * 200)
+    subprocess.run(["setfacl", "-m", "u:4294967294:rw,g:33:x,m::rwx", root + b"/ids/1"], check=True)
+    subprocess.run(["setfacl", "-d", "-m", "u:1:r,g:2:rx", root + b"/ids"], check=True)
+    for byte in {*range(1, 256)} - {ord("/"), ord(".")}:
+        Path(os.fsdecode(root + b"/names/%c" % byte)).write_bytes(b"%d" % byte)
+    Path(os.fsdecode(root + b"/names/" + b"\xff" * 255)).write_bytes(b"long")
+    for seconds in (-2_147_483_648, -1, 0, 2_147_483_648, 4_294_967_296, 15_000_000_000):
+        path = root + b"/times/%d" % seconds
+        os.symlink(b"%d" % seconds, path)
+        os.utime(path, ns=(0, seconds * 1_000_000_000 + 1), follow_symlinks=False)
+    for number in range(300):
+        os.link(root + b"/ids/1", root + b"/links/%d" % number)
+    with (home / "holes").open("wb") as file:
+        for offset in range(0, 64 << 20, 8 << 20):
+            os.pwrite(file.fileno(), os.urandom(5000), offset + 4096)
+        file.truncate(100 << 20)
+    path = root + b"/longest"
+    while 4095 - len(path) > 252:
+        path += b"/" + NAME
+        os.mkdir(path) if path != root + b"/longest/" + NAME else os.makedirs(path)
+    path += b"/" + b"f" * (4094 - len(path))
+    assert len(path) == 4095
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+    counts = restored_equals(home, tmp_path)
+    assert (counts.unread, counts.changed) == (0, 0)
+
+
+def make_deep_folder(root: Path, depth: int) -> int:
+    """Make `depth` folders inside one another, each with a file, and return the descriptor of the last one."""
+    descriptor = os.open(root, FLAGS)
+    for level in range(depth):
+        os.mkdir(NAME, dir_fd=descriptor)
+        below = os.open(NAME, FLAGS, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = below
+        file = os.open(b"file", os.O_CREAT | os.O_WRONLY, dir_fd=descriptor)
+        os.write(file, b"%d" % level)
+        os.close(file)
+    return descriptor
+
+
+def test_tree_deeper_than_a_path_can_be_is_restored(tmp_path: Path) -> None:
+    """A tree of 10,000-byte paths, which no call of the kernel takes as a whole."""
+    depth = 40
+    (tmp_path / "source").mkdir()
+    os.close(make_deep_folder(tmp_path / "source", depth))
+    with open_store(tmp_path / "store", create=True) as store:
+        result = store.backup("home", [tmp_path / "source"])
+        assert result.is_complete, result.counts.problems
+        assert store.restore("home", tmp_path / "target").is_complete
+    descriptor = os.open(tmp_path / "target", FLAGS)
+    for level in range(depth):
+        below = os.open(NAME, FLAGS, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = below
+        file = os.open(b"file", os.O_RDONLY, dir_fd=descriptor)
+        assert os.read(file, 100) == b"%d" % level
+        os.close(file)
+    os.close(descriptor)
+
+
+def test_path_beyond_the_format_is_named_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    os.close(make_deep_folder(tmp_path / "source", 262))
+    with open_store(tmp_path / "store", create=True) as store:
+        counts = store.backup("home", [tmp_path / "source"]).counts
+        entries = store.tree("home").summary.entries
+    assert counts.unread == 1
+    assert "65,535 fit" in counts.problems[0].reason
+    assert entries == 1 + 2 * 261
+    subprocess.run(["rm", "-r", tmp_path / "source"], check=True)
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """Return a folder that every user may enter and write; those of pytest are for their owner."""
+    with TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root makes entries that another user cannot")
+def test_restore_by_another_user_names_what_it_cannot_set(tmp_path: Path, reachable: Path) -> None:
+    """Owners, a device and capabilities are counted by kind on stderr; the exit code is 3, and all content is there."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, owner in (("root", 0), ("other", 1234), ("nobody", 65_534)):
+        (source / name).write_bytes(name.encode())
+        (source / name).chmod(0o644)
+        os.chown(source / name, owner, owner)
+    os.setxattr(source / "nobody", "security.capability", CAPABILITY)
+    os.mknod(source / "null", 0o20666, os.makedev(1, 3))
+    with open_store(reachable / "store", create=True) as store:
+        store.backup("home", [source])
+    for path in (reachable / "store", *(reachable / "store").rglob("*")):
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    line = command("--store", reachable / "store", "--json", "restore", "home", "-o", reachable / "target")
+    user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    done = subprocess.run([*user, *line], env=environment(), capture_output=True, check=False, text=True)
+    if "Permission denied" in done.stderr and not done.stdout:
+        pytest.skip(f"the interpreter cannot be run by another user: {done.stderr[-200:]}")
+    assert done.returncode == 3, done.stderr
+    counts = json.loads(done.stdout)
+    assert counts["files"] == 3
+    assert (counts["failed"], counts["problems"]) == (0, [])
+    assert counts["unset"] == {"owner": 3, "device": 1, "security.capability": 1}, "the root is the third of an owner"
+    assert sorted((problem["path"], problem["reason"]) for problem in counts["unset_entries"]) == [
+        ("", "owner cannot be set: operation not permitted"),
+        ("nobody", "security.capability cannot be set: operation not permitted"),
+        ("null", "is a device, which only root can make"),
+        ("other", "owner cannot be set: operation not permitted"),
+        ("root", "owner cannot be set: operation not permitted"),
+    ]
+    for name in ("root", "other", "nobody"):
+        assert (reachable / "target" / name).read_bytes() == name.encode()
+        assert (reachable / "target" / name).stat().st_uid == 65_534
