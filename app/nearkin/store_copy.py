@@ -19,11 +19,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from nearkin_shared.errors import Corrupt, NotFound, TenantErased
-from nearkin_shared.formats.tree_layout import CONTENT_TYPE_TREE
 from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.results import Damage, PutResult, VersionInfo
 from nearkin_shared.utils.frozen import frozen
-from nearkin_shared.validation import content_type
 
 if TYPE_CHECKING:
     from nearkin.blob import VersionFile
@@ -180,7 +178,7 @@ class Copier:
                 self.failures.append(plan.failure)
             for info in plan.pending:
                 try:
-                    if content_type(info.metadata) == CONTENT_TYPE_TREE:
+                    if info.is_tree:
                         yield from self._put_group(group)
                         group, group_bytes = [], 0
                         yield self._copy_tree(info, plan.target_key)

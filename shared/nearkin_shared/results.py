@@ -14,6 +14,9 @@ from datetime import datetime
 
 from nearkin_shared.utils.frozen import frozen
 
+CONTENT_TYPE_TREE = "application/vnd.nearkin.tree"
+"""Media type of a tree, in the metadata of its version."""
+
 
 @frozen
 class Ledger:
@@ -108,6 +111,11 @@ class VersionInfo:
     """Time before which the version cannot be deleted; None: no retention."""
     source_changed: bool = False
     """Whether the source changed while it was read: the content may mix two states of it."""
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether the version is a tree of folders, as `backup` stores it; False: a blob of `put`."""
+        return self.metadata.get("content-type") == CONTENT_TYPE_TREE
 
 
 @frozen

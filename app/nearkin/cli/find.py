@@ -92,11 +92,11 @@ def _compile(pattern: str, *, ignore_case: bool) -> Callable[[TreeEntry], bool]:
 
 def _trees(store: SupportsTrees, texts: Sequence[str], *, versions: bool) -> Iterator[ResolvedLocation]:
     """Yield the versions to search. Raises BadInput, NotFound."""
-    from nearkin.cli.tree_location import ResolvedLocation, is_tree, resolve_location
+    from nearkin.cli.tree_location import ResolvedLocation, resolve_location
 
     if not texts:
         for info in store.versions(all_versions=versions):
-            if is_tree(info):
+            if info.is_tree:
                 yield ResolvedLocation(info.key, info.version, None)
     for text in texts:
         found = resolve_location(store, text)
@@ -104,7 +104,7 @@ def _trees(store: SupportsTrees, texts: Sequence[str], *, versions: bool) -> Ite
             yield found
             continue
         for info in store.versions(found.key, all_versions=True):
-            if info.key == found.key and is_tree(info):
+            if info.key == found.key and info.is_tree:
                 yield found._replace(version=info.version)
 
 

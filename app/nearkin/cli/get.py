@@ -151,9 +151,7 @@ def _write_version(
 
 def refuse_tree(info: VersionInfo) -> None:
     """Raise BadInput, with the commands that read it, if a version is a tree."""
-    from nearkin.cli.tree_location import is_tree
-
-    if is_tree(info):
+    if info.is_tree:
         raise BadInput(
             f"key {info.key!r} version {info.version}: is a tree; `nearkin restore` restores it, `nearkin dump "
             "KEY:/PATH` writes one file; --raw writes its stored bytes"

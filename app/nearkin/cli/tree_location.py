@@ -222,14 +222,6 @@ def resolve_version(store: SupportsInfo, location: TreeLocation) -> ResolvedLoca
     return ResolvedLocation(location.key, number, path)
 
 
-def is_tree(info: VersionInfo) -> bool:
-    """Return whether the metadata of a version name it a tree."""
-    from nearkin_shared.formats.tree_layout import CONTENT_TYPE_TREE
-    from nearkin_shared.validation import CONTENT_TYPE
-
-    return info.metadata.get(CONTENT_TYPE) == CONTENT_TYPE_TREE
-
-
 def open_tree(store: SupportsTrees, location: ResolvedLocation) -> TreeReader:
     """Open the tree of a version.
 
@@ -240,7 +232,7 @@ def open_tree(store: SupportsTrees, location: ResolvedLocation) -> TreeReader:
     try:
         return store.tree(location.key, location.version)
     except Corrupt as err:
-        if is_tree(store.info(location.key, location.version)):
+        if store.info(location.key, location.version).is_tree:
             raise
         name = printable(repr(location.key))
         raise BadInput(

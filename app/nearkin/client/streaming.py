@@ -18,9 +18,8 @@ from blake3 import blake3
 
 from nearkin.client.http import Call, blob_path
 from nearkin_shared.errors import BadInput, Corrupt, NearkinError, RetryableError, SourceFailed, StoreUnavailable
-from nearkin_shared.formats.tree_layout import CONTENT_TYPE_TREE
 from nearkin_shared.results import VersionInfo
-from nearkin_shared.validation import Progress, Source, content_type, normalize_source
+from nearkin_shared.validation import Progress, Source, normalize_source
 
 PIECE_BYTES = 1024 * 1024
 RESUMES_MAX = 100
@@ -177,7 +176,7 @@ class Download:
     def __init__(self, info: VersionInfo, start: int, stop: int) -> None:
         self._info = info
         self._position, self._stop = start, stop
-        is_whole = (start, stop) == (0, info.size_bytes) and content_type(info.metadata) != CONTENT_TYPE_TREE
+        is_whole = (start, stop) == (0, info.size_bytes) and not info.is_tree
         self._hasher = blake3() if is_whole else None
         """None for a range and for a tree, whose digest is not that of all bytes: the gateway verifies each file."""
         self._held = b""

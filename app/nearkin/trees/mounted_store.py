@@ -29,10 +29,8 @@ from blake3 import blake3
 from nearkin.trees.attributes import KINDS
 from nearkin_shared.errors import NotFound
 from nearkin_shared.formats.tree_entry_group import NAME_BYTES_MAX, EntryKind
-from nearkin_shared.formats.tree_layout import CONTENT_TYPE_TREE
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 from nearkin_shared.results import Damage, VersionInfo
-from nearkin_shared.validation import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from nearkin.blob import VersionFile
@@ -174,12 +172,12 @@ class MountedStore:
             for name in found.folders:
                 yield Child(name, Status(_FOLDER_MODE, _inode(path.rstrip(b"/") + b"/" + name)))
             for name, info in found.versions.items():
-                mode = _FOLDER_MODE if _is_tree(info) else _FILE_MODE
+                mode = _FOLDER_MODE if info.is_tree else _FILE_MODE
                 yield Child(name, Status(mode, _entry_inode(info, b"")), is_complete=False)
             for name, target in found.links.items():
                 yield Child(name, Status(_LINK_MODE, _inode(path + b"/" + name), len(target)))
             return
-        if isinstance(found, bytes) or not _is_tree(found.info):
+        if isinstance(found, bytes) or not found.info.is_tree:
             raise NotADirectoryError(path)
         entries, tree = self._folder(found.info, found.path), self._tree(found.info)
         if entries is not None:
@@ -217,7 +215,7 @@ class MountedStore:
         Raises NotFound, and what reading a tree raises.
         """
         found = self._resolve(path)
-        if not isinstance(found, _EntryPath) or not _is_tree(found.info):
+        if not isinstance(found, _EntryPath) or not found.info.is_tree:
             return {}
         try:
             placed = self._find(found) if found.path else self._tree(found.info).reader.find(b"")
@@ -236,7 +234,7 @@ class MountedStore:
         if not isinstance(found, _EntryPath):
             raise IsADirectoryError(path)
         info = found.info
-        if not _is_tree(info):
+        if not info.is_tree:
             file = MountedFile(info, 0, info.size_bytes, None)
         elif not found.path:
             raise IsADirectoryError(path)
@@ -284,7 +282,7 @@ class MountedStore:
                 continue
             is_last = number == len(parts) - 1
             info = folder.versions.get(part)
-            if info is not None and (is_last or _is_tree(info)):
+            if info is not None and (is_last or info.is_tree):
                 return _EntryPath(info, b"/".join(parts[number + 1 :]))
             if is_last and part in folder.links:
                 return folder.links[part]
@@ -365,7 +363,7 @@ class MountedStore:
         return entries
 
     def _version_status(self, info: VersionInfo) -> Status:
-        if not _is_tree(info):
+        if not info.is_tree:
             return _blob_status(info)
         tree = self._tree(info)
         try:
@@ -468,10 +466,6 @@ class MountedFile:
 
 def _weight(entries: dict[bytes, PlacedEntry] | None) -> int:
     return 1 + len(entries or ())
-
-
-def _is_tree(info: VersionInfo) -> bool:
-    return info.metadata.get(CONTENT_TYPE) == CONTENT_TYPE_TREE
 
 
 def _created_ns(info: VersionInfo) -> int:

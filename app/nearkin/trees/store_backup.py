@@ -20,10 +20,9 @@ from nearkin.trees.backup_walk import BackupCounts, BackupOptions
 from nearkin.trees.parent_tree import ParentTree
 from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.formats.manifest import Manifest
-from nearkin_shared.formats.tree_layout import CONTENT_TYPE_TREE
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.reading.tree_reader import TreeReader
-from nearkin_shared.results import PutResult
+from nearkin_shared.results import CONTENT_TYPE_TREE, PutResult
 from nearkin_shared.validation import CONTENT_TYPE, RESERVED_PREFIX, TAGS
 
 _log = logging.getLogger("nearkin")

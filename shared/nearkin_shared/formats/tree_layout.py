@@ -24,8 +24,6 @@ from nearkin_shared.errors import Corrupt, FormatTooNew
 from nearkin_shared.formats.columns import CHECK_BYTES, check_bytes
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, ROWS_MAX, sort_key
 
-CONTENT_TYPE_TREE = "application/vnd.nearkin.tree"
-"""Media type of a tree, in the metadata of its version."""
 VERSION = 1
 FOOTER_BYTES = 64
 _MAGIC = b"NKTREE\r\n"

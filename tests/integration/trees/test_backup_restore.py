@@ -296,6 +296,8 @@ def test_blob_is_not_read_as_a_tree(tmp_path: Path) -> None:
         store.put("blob", b"x" * 1000)
         with pytest.raises(Corrupt, match="is not a tree"):
             store.tree("blob")
+        store.backup("tree", [tmp_path])
+        assert {info.key: info.is_tree for info in store.versions()} == {"blob": False, "tree": True}
         with pytest.raises(BadInput, match=r'path "/no/such/path"'):
             store.backup("home", ["/no/such/path"])
         with pytest.raises(BadInput, match="reserved"):
