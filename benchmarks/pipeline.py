@@ -22,11 +22,11 @@ import psutil
 from benchmarks.cpu_by_object import CLASSES, Sampled
 from nearkin.lab.corpus_cache import botocore
 from nearkin_shared.kafka.clients import STAGE_TOPICS
-from tests.support.servers.pipeline import Pipeline, Uploader, file_pieces, uploading
+from tests.support.servers.pipeline import FUSED, SPLIT, Pipeline, Uploader, file_pieces, uploading
 from tests.support.servers.servers import Kafka, Redis
 
 MB = 1_000_000
-WORKERS = ("chunker", "dedup", "resemblance", "delta")
+WORKERS = ("chunker", "dedup", "resemblance", "delta", "pipeline")
 
 
 def main() -> None:
@@ -34,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", type=int, default=4)
     parser.add_argument("--duplicates", type=int, default=2, help="how often the last one is put again")
+    parser.add_argument("--split", action="store_true", help="a process for each stage in place of one for all")
     parser.add_argument("--kafka", action="append", default=[], metavar="FIELD=VALUE", help="a setting of [kafka]")
     parser.add_argument("--objects", action="store_true", help="print the shared objects that took the CPU, too")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
@@ -41,7 +42,7 @@ def main() -> None:
     changed = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in chosen.kafka)}
     files = botocore(chosen.versions)
     with tempfile.TemporaryDirectory(prefix="nearkin-pipeline-") as folder:
-        rows = measured(Path(folder), files, chosen.duplicates, changed)
+        rows = measured(Path(folder), files, chosen.duplicates, changed, SPLIT if chosen.split else FUSED)
     print(tables(rows))
     if chosen.objects:
         for row in rows:
@@ -50,7 +51,9 @@ def main() -> None:
         chosen.json.write_text(json.dumps(rows, indent=1))
 
 
-def measured(folder: Path, files: Sequence[Path], duplicates: int, changed: dict[str, Any]) -> list[dict[str, Any]]:
+def measured(
+    folder: Path, files: Sequence[Path], duplicates: int, changed: dict[str, Any], services: Sequence[str]
+) -> list[dict[str, Any]]:
     """Return one row a kind of put: the first version, new versions, duplicates."""
     kinds = {"first version": files[:1], "new version": files[1:], "duplicate": [files[-1]] * duplicates}
     with Kafka(folder / "kafka") as kafka, Redis(folder / "redis") as redis:
@@ -59,7 +62,10 @@ def measured(folder: Path, files: Sequence[Path], duplicates: int, changed: dict
             "redis": {"url": redis.url},
             "object_store": {"url": str(folder / "objects")},
         }
-        with Pipeline(folder / "pipeline", config) as pipeline, uploading(pipeline.settings) as uploader:
+        with (
+            Pipeline(folder / "pipeline", config, services=services) as pipeline,
+            uploading(pipeline.settings) as uploader,
+        ):
             warm = Uploader(pipeline.settings, "warm")
             for path in (files[0], files[-1], files[-1]):
                 warm.wait(warm.put("b", file_pieces(path)), 600)
@@ -113,7 +119,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(f"| {row['put']} | {shares} |")
     lines += ["", f"| us a segment | worker | {' | '.join(CLASSES)} | / kernels | / all native |", f"|{'---|' * 9}"]
     for row in rows:
-        for name in WORKERS:
+        for name in filter(row["cpu"].__contains__, WORKERS):
             each_us = {kind: seconds / row["segments"] * 1e6 for kind, seconds in row["cpu"][name].items()}
             python_us = each_us["interpreter"]
             native_us = sum(each_us.values()) - python_us

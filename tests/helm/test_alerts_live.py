@@ -21,7 +21,7 @@ from nearkin_gateway.auth import tokens
 from nearkin_shared.kafka.clients import Outbox, create_named
 from tests.support.checks.waiting import until
 from tests.support.data.samples import noise
-from tests.support.servers.pipeline import SERVICES, Pipeline, store_authenticator, uploading
+from tests.support.servers.pipeline import SPLIT, Pipeline, store_authenticator, uploading
 from tests.support.servers.server import free_port
 
 FAULTS = {
@@ -36,7 +36,7 @@ Render = Callable[..., list[dict[str, Any]]]
 Shown = dict[str, dict[str, float]]
 """By process: value of each series, written with its labels."""
 LISTENS = re.compile(r"http://127\.0\.0\.1:(\d+)/metrics")
-PROCESSES = (*SERVICES, "gateway", "ingest")
+PROCESSES = (*SPLIT, "gateway", "ingest")
 PHASE_MINUTES = 30
 AFTER_MINUTES = 120
 GIVEN = 'namespace="backups",job="store",component="{0}",pod="{0}-1"'

@@ -24,10 +24,10 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError
 from nearkin_shared.formats.message import CHUNKS_MAX, SEGMENTS_MAX, End, Envelope, Frame, Segments, encode
 from nearkin_shared.kafka.ack_tracker import AckTracker
-from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.coalesce import CHUNK_BYTES_SENT, FRESH_CHUNK_BYTES_SENT, ROOM_BYTES, SEGMENT_BYTES_SENT
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record
 from nearkin_shared.kafka.lag import BACKLOG_SECONDS, Backlog
+from nearkin_shared.kafka.outbox_port import StageOutbox
 from nearkin_shared.kafka.record_guard import BoundedCache, RecordGuard, headers_of, trace_of
 from nearkin_shared.limits import SEGMENT_BYTES_MAX
 from nearkin_shared.observability.log_setup import about
@@ -92,7 +92,7 @@ class ChunkerHandler:
     """Cuts frames and sends segments."""
 
     def __init__(
-        self, settings: Settings, stage_of: Callable[[str], ChunkerStage], outbox: Outbox, backlog: Backlog
+        self, settings: Settings, stage_of: Callable[[str], ChunkerStage], outbox: StageOutbox, backlog: Backlog
     ) -> None:
         """`backlog`: checked before an upload fails for lack of frames."""
         check_messages_fit(settings)

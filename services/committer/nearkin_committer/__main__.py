@@ -3,17 +3,20 @@
 from nearkin_committer.handler import CommitterHandler
 from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
 from nearkin_shared.kafka.lag import Backlog
-from nearkin_shared.kafka.worker import Context, WorkerPart, command
+from nearkin_shared.kafka.stage_parts import ConnectOutbox, PipelineStage, stage_part
+from nearkin_shared.kafka.worker import Context, command
 from nearkin_shared.storage.manifests import ManifestStore
 
 
-def committer(context: Context) -> CommitterHandler:
-    """Return the handler of topic `placed`."""
+def handler(context: Context, _: ConnectOutbox) -> CommitterHandler:
+    """Return the handler of topic `placed`; it has its own outbox."""
     locks = RedisKeyLocks(context.index)
     manifests, worker = ManifestStore(context.objects, locks), f"committer-{context.worker}"
     backlog, authenticator = Backlog(context.settings), context.authenticator
     return CommitterHandler(context.settings, manifests, context.lanes(), worker, backlog, authenticator, locks)
 
 
+STAGE = PipelineStage("committer", "placed", handler, is_keyed_otherwise=True)
+
 if __name__ == "__main__":
-    command("committer", [WorkerPart("committer", "placed", committer)])()
+    command("committer", [stage_part([STAGE])])()

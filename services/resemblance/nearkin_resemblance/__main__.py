@@ -1,17 +1,18 @@
 """Run the resemblance service: `python -m nearkin_resemblance`."""
 
 from nearkin_resemblance.handler import resemblance_work
-from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.relay_handler import StatelessStageHandler
-from nearkin_shared.kafka.worker import Context, WorkerPart, command
+from nearkin_shared.kafka.stage_parts import ConnectOutbox, PipelineStage, stage_part
+from nearkin_shared.kafka.worker import Context, command
 
 
-def handler(context: Context) -> StatelessStageHandler:
+def handler(context: Context, connect_outbox: ConnectOutbox) -> StatelessStageHandler:
     """Return the handler of topic `fresh`."""
-    outbox = Outbox(context.settings, f"resemblance-{context.worker}", context.authenticator)
     work = resemblance_work(context.lanes(), context.current)
-    return StatelessStageHandler(context.settings, "resemblance", "paired", work, outbox)
+    return StatelessStageHandler(context.settings, "resemblance", "paired", work, connect_outbox())
 
+
+STAGE = PipelineStage("resemblance", "fresh", handler)
 
 if __name__ == "__main__":
-    command("resemblance", [WorkerPart("resemblance", "fresh", handler)])()
+    command("resemblance", [stage_part([STAGE])])()

@@ -19,6 +19,7 @@ from nearkin_shared.config.validators import (
     ServerUrl,
     ShareRange,
     SizeRange,
+    StageGroups,
     Text,
     TopicTenants,
 )
@@ -138,6 +139,18 @@ class IngestSettings:
     """
     retry_seconds: Annotated[int, NumberRange(1, 604_800)] = 3600
     """How long a record may block its partition while a dependency is unavailable; then it becomes a dead letter."""
+
+
+@held
+class PipelineSettings:
+    """The stages of the write path, and which of them share a process."""
+
+    __pydantic_config__ = FORBID_OTHERS
+
+    stages: Annotated[str, StageGroups()] = "fused"
+    """`fused` (all stages in each worker), `split` (a worker for each stage), or groups such as
+    `chunker+dedup, resemblance+delta+committer`. Stages of one worker pass messages in memory, others through Kafka.
+    """
 
 
 @held

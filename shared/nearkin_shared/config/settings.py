@@ -28,6 +28,7 @@ from nearkin_shared.config.services import (
     KafkaSettings,
     LogSettings,
     MonitorSettings,
+    PipelineSettings,
     RedisSettings,
     ServiceSettings,
     TracingSettings,
@@ -98,6 +99,7 @@ class Settings:
     runner: RunnerSettings = RunnerSettings()
     object_store: ObjectStoreSettings = ObjectStoreSettings()
     kafka: KafkaSettings = KafkaSettings()
+    pipeline: PipelineSettings = PipelineSettings()
     ingest: IngestSettings = IngestSettings()
     deletion: DeletionSettings = DeletionSettings()
     retention: RetentionSettings = RetentionSettings()

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from nearkin_shared.config.pipeline_stages import stage_groups
+from nearkin_shared.errors import ConfigError
 from nearkin_shared.tenant_names import tenant_problem
 from nearkin_shared.utils.frozen import frozen
 
@@ -284,6 +286,19 @@ class TagLists(Rule):
         for entry in value:
             if not all(tag.strip() for tag in entry.split(",")):
                 raise InvalidValue(f"{entry!r:.80}: want a tag, or several separated by commas")
+        return value
+
+
+@frozen
+class StageGroups(Rule):
+    """Groups of pipeline stages, each of which runs in one process."""
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises InvalidValue."""
+        try:
+            stage_groups(value)
+        except ConfigError as err:
+            raise InvalidValue(str(err)) from err
         return value
 
 

@@ -1,5 +1,5 @@
 # size: one class, used by all stateless stages
-"""Track offsets whose messages Kafka has not acknowledged.
+"""Track offsets whose messages are not acknowledged.
 
     batch 1 sent ... batch 2 sent ... batch 1 acknowledged -> offsets of batch 1
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from nearkin_shared.kafka.clients import Outbox
+from nearkin_shared.kafka.outbox_port import StageOutbox
 
 BATCHES_MAX = 1024
 """Batches with messages in flight; usually the outbox's bound in bytes is reached first."""
@@ -23,7 +23,7 @@ BATCHES_MAX = 1024
 class AckTracker:
     """The committable offset and metadata of each partition."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: StageOutbox) -> None:
         self._outbox = outbox
         self._waiting: deque[tuple[int, dict[int, tuple[int, str]]]] = deque()
         self._ready: dict[int, tuple[int, str]] = {}

@@ -59,6 +59,8 @@ class Record:
     value: bytes
     headers: dict[str, bytes]
     all_headers: tuple[tuple[str, bytes | None], ...]
+    is_internal: bool = False
+    """Sent by another stage of this process, not by Kafka."""
 
     @property
     def label(self) -> str:
@@ -150,7 +152,9 @@ class Loop:
                 self._pause(paused())
                 records = self._take()
                 if records:
-                    self._handle(records)
+                    failpoint("worker.received")
+                    hand_over(self._stage, self._handler, records)
+                    failpoint("worker.handled")
                 self._idle_seconds = min(self._handler.idle(), IDLE_SECONDS)
                 if time.monotonic() - self._last_commit >= COMMIT_SECONDS:
                     self._commit()
@@ -171,19 +175,6 @@ class Loop:
                 self._consumer.close()  # revokes: complete work is committed, failed work is dropped
             finally:
                 self._handler.close()
-
-    def _handle(self, records: list[Record]) -> None:
-        metrics.RECORDS.labels(self._stage).inc(len(records))
-        metrics.RECORD_BYTES.labels(self._stage).inc(sum(len(record.value) for record in records))
-        tracing = current()
-        failpoint("worker.received")
-        with metrics.STEP_SECONDS.labels(self._stage).time():
-            if tracing is None:
-                self._handler.handle(records)
-            else:
-                with trace_records(tracing, self._stage, records) as given:
-                    self._handler.handle(given)
-        failpoint("worker.handled")
 
     def _take(self) -> list[Record]:
         """Return available records.
@@ -324,6 +315,19 @@ class Loop:
             return
         self._committed.update(changed)
         failpoint("worker.committed")
+
+
+def hand_over(stage: str, handler: Handler, records: list[Record]) -> None:
+    """Let a stage process records, with its metrics and spans. Raises RetryableError."""
+    metrics.RECORDS.labels(stage).inc(len(records))
+    metrics.RECORD_BYTES.labels(stage).inc(sum(len(record.value) for record in records))
+    tracing = current()
+    with metrics.STEP_SECONDS.labels(stage).time():
+        if tracing is None:
+            handler.handle(records)
+        else:
+            with trace_records(tracing, stage, records) as given:
+                handler.handle(given)
 
 
 def _age_seconds(message: KafkaMessage | None) -> float:

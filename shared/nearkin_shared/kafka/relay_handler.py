@@ -18,8 +18,8 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import RetryableError
 from nearkin_shared.formats.message import Envelope, MessageKind, UndecodedMessage
 from nearkin_shared.kafka.ack_tracker import AckTracker
-from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record, patiently
+from nearkin_shared.kafka.outbox_port import StageOutbox
 from nearkin_shared.kafka.record_guard import RecordGuard, headers_of, trace_of
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
@@ -48,7 +48,7 @@ _ALONE = object()
 class StatelessStageHandler:
     """Carries messages through a stage."""
 
-    def __init__(self, settings: Settings, stage: str, next_topic: str, work: Work, outbox: Outbox) -> None:
+    def __init__(self, settings: Settings, stage: str, next_topic: str, work: Work, outbox: StageOutbox) -> None:
         self._settings = settings
         self._stage = stage
         self._next_topic = next_topic

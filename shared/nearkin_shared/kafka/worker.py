@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -91,31 +92,64 @@ def command(
     """
 
     @click.command(help=f"Run a {service} worker: it takes messages from Kafka until SIGTERM, and then ends cleanly.")
-    @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file of settings; watched.")
-    @click.option(
-        "--worker",
-        default=lambda: f"{socket.gethostname()}",
-        help="This worker's name, its own in the fleet and the same after a restart. Default: the host's name.",
-    )
-    @click.option("--verbose", is_flag=True, help="More detailed log.")
+    @worker_options
     def run(config_file: Path | None, worker: str, verbose: bool) -> None:
-        try:
-            settings = load(config_file)[0]
-        except ConfigError as err:
-            raise click.UsageError(str(err)) from err
-        log_setup.start(settings, logging.INFO if verbose else logging.WARNING)
-        try:
-            tracing.start(settings, service, worker)
-        except ConfigError as err:
-            raise click.UsageError(str(err)) from err
-        code = run_worker(service, parts, settings, config_file, worker, background)
-        tracing.stop()
-        logging.shutdown()
-        # All is committed and closed. But librdkafka's threads may still answer a request without a waiter, into
-        # an interpreter that is being taken apart: a maintenance worker ended so with SIGSEGV, while Kafka was away.
-        os._exit(code)
+        settings = settings_of(config_file)
+        run_process(service, parts, settings, config_file, worker, verbose=verbose, background=background)
 
     return run
+
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+def worker_options(run: Decorated) -> Decorated:
+    """Add the options that every worker's command has."""
+    for option in (
+        click.option("--verbose", is_flag=True, help="More detailed log."),
+        click.option(
+            "--worker",
+            default=lambda: f"{socket.gethostname()}",
+            help="This worker's name, its own in the fleet and the same after a restart. Default: the host's name.",
+        ),
+        click.option(
+            "--config", "config_file", type=click.Path(path_type=Path), help="TOML file of settings; watched."
+        ),
+    ):
+        run = option(run)
+    return run
+
+
+def settings_of(config_file: Path | None) -> Settings:
+    """Return the settings of a worker's process. Raises click.UsageError."""
+    try:
+        return load(config_file)[0]
+    except ConfigError as err:
+        raise click.UsageError(str(err)) from err
+
+
+def run_process(
+    service: str,
+    parts: Sequence[WorkerPart],
+    settings: Settings,
+    config_file: Path | None,
+    worker: str,
+    *,
+    verbose: bool,
+    background: Callable[[Context], Callable[[], None]] | None = None,
+) -> NoReturn:
+    """Run a worker with its log and its traces, and end the process. Raises click.UsageError."""
+    log_setup.start(settings, logging.INFO if verbose else logging.WARNING)
+    try:
+        tracing.start(settings, service, worker)
+    except ConfigError as err:
+        raise click.UsageError(str(err)) from err
+    code = run_worker(service, parts, settings, config_file, worker, background)
+    tracing.stop()
+    logging.shutdown()
+    # All is committed and closed. But librdkafka's threads may still answer a request without a waiter, into
+    # an interpreter that is being taken apart: a maintenance worker ended so with SIGSEGV, while Kafka was away.
+    os._exit(code)
 
 
 def run_worker(

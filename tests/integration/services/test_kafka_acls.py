@@ -30,7 +30,7 @@ from nearkin_shared.kafka.clients import STAGE_TOPICS, Outbox
 from tests.support.checks.waiting import until
 from tests.support.data.samples import noise
 from tests.support.servers.kafka_server import Kafka, users_producer
-from tests.support.servers.pipeline import SERVICES, Pipeline, store_authenticator, uploading
+from tests.support.servers.pipeline import SPLIT, Pipeline, store_authenticator, uploading
 from tests.support.servers.server import LOOPBACK, free_port
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "operate-services.md"
@@ -39,7 +39,7 @@ PREFIX = "acl."
 SOURCE = "acl-source"
 """A user's topic: its name does not begin with PREFIX."""
 PASSWORD = "secret"
-USERS = {"gateway": "gateway", "ingest": "ingest", **{service: service for service in SERVICES}}
+USERS = {"gateway": "gateway", "ingest": "ingest", **{service: service for service in SPLIT}}
 """The user of each process of the pipeline."""
 AUDIT = re.compile(
     r"Principal = User:(\S+) is (\w+) operation = (\w+) .* on resource = (\S+) for .* based on rule (.*)"

@@ -31,7 +31,7 @@ from nearkin_shared.kafka.topics import prepare_topics
 from nearkin_shared.observability import metrics
 from tests.support.checks.waiting import until
 from tests.support.data.samples import noise
-from tests.support.servers.pipeline import SERVICES, Pipeline, uploading
+from tests.support.servers.pipeline import SPLIT, Pipeline, uploading
 from tests.support.servers.servers import Redis
 
 FRESH = 'nearkin_dedup_chunks_total{level="fresh"}'
@@ -76,7 +76,7 @@ def test_workers_report_redis_outage_and_counts(
             return float(found[1]) if found else -1.0
 
         began = time.monotonic()
-        for service in SERVICES:
+        for service in SPLIT:
             until(lambda: fetch(service, "/readyz").status_code == 200)  # noqa: B023
         with uploading(pipeline.settings) as uploader:
             for _ in range(2):
@@ -105,16 +105,16 @@ def test_workers_report_redis_outage_and_counts(
         assert metric("maintenance", 'nearkin_index_complete{index="redis"}') == 1
 
         private_redis.stop()
-        for service in SERVICES:
+        for service in SPLIT:
             problems = until(lambda: (answer := fetch(service, "/readyz")).status_code == 503 and answer.json())  # noqa: B023
             assert problems
             assert "redis" in problems["redis"]
             assert fetch(service, "/livez").status_code == 200
         private_redis.start()
-        for service in SERVICES:
+        for service in SPLIT:
             until(lambda: fetch(service, "/readyz").status_code == 200)  # noqa: B023
         until(lambda: time.monotonic() - began > 11)  # longer than a loop may do nothing
-        assert {service: fetch(service, "/livez").status_code for service in SERVICES} == dict.fromkeys(SERVICES, 200)
+        assert {service: fetch(service, "/livez").status_code for service in SPLIT} == dict.fromkeys(SPLIT, 200)
 
 
 def test_lag_over_half_the_retention_is_old(

@@ -26,7 +26,7 @@ from nearkin_shared.observability import tracing
 from nearkin_shared.observability.tracing import Tracing
 from tests.support.checks.waiting import until
 from tests.support.data.samples import noise
-from tests.support.servers.pipeline import MODULES, SERVICES, Pipeline
+from tests.support.servers.pipeline import MODULES, SPLIT, Pipeline
 from tests.support.servers.server import free_port
 
 STAGES = ("chunker", "dedup", "resemblance", "delta", "committer")
@@ -321,7 +321,7 @@ def test_nothing_is_traced_without_a_collector() -> None:
 
 def test_untraced_process_loads_no_exporter() -> None:
     """redis and fastapi import the rest by themselves where it is installed."""
-    modules = [f"nearkin_{service}.__main__" for service in SERVICES if service not in MODULES]
+    modules = [f"nearkin_{service}.__main__" for service in SPLIT if service not in MODULES]
     modules += [*MODULES.values(), "nearkin_gateway.server"]
     code = f"import sys, {', '.join(modules)}\nassert not [one for one in sys.modules if '.exporter.otlp' in one]"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(filter(None, sys.path))})

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from blake3 import blake3
 from confluent_kafka import TopicPartition
 
 from nearkin_shared.config.loader import load
+from nearkin_shared.config.pipeline_stages import FUSED as FUSED_STAGES
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.formats.message import End, Envelope, Frame, encode
 from nearkin_shared.kafka.clients import Outbox, consumer, create_topics, topic
@@ -28,15 +29,27 @@ from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.objectstore.factory import open_store_of
 from nearkin_shared.utils.failpoints import VARIABLE
 
-SERVICES = ("chunker", "dedup", "resemblance", "delta", "maintenance")
+SPLIT = ("chunker", "dedup", "resemblance", "delta", "maintenance")
+"""A process for each stage; `delta` carries the committer, too."""
+FUSED = ("pipeline", "maintenance")
+"""All stages in one process."""
 GATEWAY = "gateway"
 STOP_SECONDS_MAX = 90.0
 ABORT_SECONDS_MAX = 30.0
 POLL_SECONDS = 0.05
 
 
-MODULES = {"delta": "nearkin.workers.delta", "maintenance": "nearkin.workers.maintenance"}
+MODULES = {
+    "delta": "nearkin.workers.pipeline",
+    "pipeline": "nearkin.workers.pipeline",
+    "maintenance": "nearkin.workers.maintenance",
+}
 """Modules of services that differ from the service's own name."""
+ARGUMENTS = {
+    "delta": ("--stages", "delta+committer"),
+    "pipeline": ("--stages", FUSED_STAGES, "--worker", "w2"),
+}
+"""Two workers of one name in one group end each other, and `pipeline` may run next to workers of single stages."""
 
 
 class Pipeline:
@@ -47,8 +60,10 @@ class Pipeline:
         folder: Path,
         config: Mapping[str, Mapping[str, object]],
         environments: Mapping[str, Mapping[str, str]] | None = None,
+        services: Sequence[str] = SPLIT,
     ) -> None:
         """`environments`: additional environment variables of a service's process, by service."""
+        self.services = tuple(services)
         self.folder = folder
         self._environments = dict(environments or {})
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +87,7 @@ class Pipeline:
 
     def __enter__(self) -> Self:
         create_topics(self.settings)
-        for service in SERVICES:
+        for service in self.services:
             self.start(service)
         return self
 
@@ -86,7 +101,7 @@ class Pipeline:
         module = MODULES.get(service, f"nearkin_{service}")
         command = [sys.executable, "-m", module, "--config", str(self.config_file)]
         if service != GATEWAY:
-            command += ["--worker", "w1", "--verbose"]
+            command += ["--worker", "w1", "--verbose", *ARGUMENTS.get(service, ())]
         with (self.folder / f"{service}.log").open("ab") as log:
             more = {"PYTHONFAULTHANDLER": "1"} | ({} if failpoint is None else {VARIABLE: failpoint})
             environment = {**os.environ, **more, **self._environments.get(service, {})}
@@ -97,6 +112,15 @@ class Pipeline:
         process = self.processes[service]
         process.send_signal(signal.SIGKILL)
         process.wait()
+
+    def end(self, service: str) -> int:
+        """End a worker cleanly, and forget it; return its exit code."""
+        process = self.processes.pop(service)
+        process.send_signal(signal.SIGTERM)
+        try:
+            return process.wait(STOP_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            return _abort(process)
 
     def stop(self) -> dict[str, int]:
         """End all workers cleanly; return their exit codes.

@@ -1,0 +1,179 @@
+"""Pass messages between the stages of one process.
+
+    Kafka -> Loop -> chunker -> InProcessOutbox -> dedup -> InProcessOutbox -> ... -> delta -> Outbox -> Kafka
+
+Two neighbouring stages share a topic in memory, with one partition. Its offsets are counted as in Kafka, so the
+handlers are the same as in a fleet of one process per stage.
+
+Invariant (I4): a message is acknowledged when the next stage could commit its offset. So an offset of the first topic
+is committed only after the effects of the last stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.kafka.clients import Headers, Outbox, topic
+from nearkin_shared.kafka.consumer_loop import Handler, Record, hand_over
+from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
+from nearkin_shared.kafka.outbox_port import StageOutbox
+from nearkin_shared.utils.frozen import frozen
+
+PARTITION = 0
+
+
+class InProcessOutbox:
+    """Messages to the next stage of this process; those to other topics go to Kafka."""
+
+    def __init__(self, settings: Settings, stage: str, name: str, handler: Handler, kafka: Outbox) -> None:
+        """Send messages for topic `name` to `handler`, which carries `stage`."""
+        self._stage, self._name, self._handler, self._kafka = stage, name, handler, kafka
+        self._topic = topic(settings, name)
+        self._queue: list[Record] = []
+        self._acknowledged = 0
+        self.sent_messages = 0
+        handler.on_assigned(PARTITION, "")
+
+    @property
+    def authenticator(self) -> EnvelopeAuthenticator | None:
+        """Return the authenticator of messages that Kafka carried."""
+        return self._kafka.authenticator
+
+    @property
+    def acknowledged_messages(self) -> int:
+        """Number of messages with durable effects, before the first one without."""
+        return self._acknowledged
+
+    def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
+        """Queue a message; to a topic other than the next stage's as `Outbox.send`.
+
+        Raises StoreUnavailable, PermanentError.
+        """
+        if name != self._name:
+            self._kafka.send(name, key, value, headers)
+            self._kafka.flush()
+            return
+        held = dict(headers)
+        found = Record(self._topic, PARTITION, self.sent_messages, key, value, held, tuple(held.items()), True)
+        self._queue.append(found)
+        self.sent_messages += 1
+
+    def send_to(
+        self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
+    ) -> None:
+        """Send a message to any topic of Kafka, and wait until it is acknowledged.
+
+        Used for dead letters, which are rare. Raises StoreUnavailable, PermanentError.
+        """
+        self._kafka.send_to(full, key, value, headers)
+        self._kafka.flush()
+
+    def pass_on(self) -> None:
+        """Let the next stage process the queued messages. Raises RetryableError."""
+        records, self._queue = self._queue, []
+        if records:
+            hand_over(self._stage, self._handler, records)
+
+    def poll_acks(self) -> None:
+        """Ask the next stage which messages have durable effects, without waiting."""
+        for _, offset, _ in self._handler.committable():
+            self._acknowledged = max(self._acknowledged, offset)
+
+    def flush(self) -> None:
+        """Wait until the effects of all messages are durable. Raises RetryableError."""
+        self.pass_on()
+        self._handler.drain(PARTITION)
+        self.poll_acks()
+        if self._acknowledged < self.sent_messages:
+            left = self.sent_messages - self._acknowledged
+            raise StoreUnavailable(f"{self._stage}: {left} messages of {self._topic} have no durable effects yet")
+
+    def close(self) -> None:
+        """Drop the queued messages: their offsets are not committed."""
+        self._queue.clear()
+        self._kafka.close()
+
+
+class StageChain:
+    """Handler that carries the records of one topic through consecutive stages."""
+
+    def __init__(self, first: Handler, outboxes: Sequence[InProcessOutbox], later: Sequence[Handler]) -> None:
+        """`outboxes` connect the stages in their order; `later` are the handlers behind `first`."""
+        self._first, self._outboxes, self._later = first, outboxes, later
+
+    def on_assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
+        self._first.on_assigned(partition, metadata)
+
+    def handle(self, records: list[Record]) -> None:
+        """Process records through all stages. Raises RetryableError."""
+        self._first.handle(records)
+        self._pass_on()
+
+    def idle(self) -> float:
+        """Do the due work of all stages; return the seconds until the next call at most."""
+        due_seconds = self._first.idle()
+        self._pass_on()
+        for handler in self._later:
+            due_seconds = min(due_seconds, handler.idle())
+            self._pass_on()
+        return due_seconds
+
+    def drain(self, partition: int) -> None:
+        """Complete all effects of all stages.
+
+        A container of the last one holds chunks of every partition.
+        """
+        self._first.drain(partition)
+
+    def on_dropped(self, partition: int) -> None:  # noqa: D102
+        self._first.on_dropped(partition)
+
+    def committable(self) -> Iterable[tuple[int, int, str]]:
+        """Yield what the first stage may commit."""
+        return self._first.committable()
+
+    def close(self) -> None:
+        """Close all stages, the last one first: its open containers are dropped."""
+        for handler in (*reversed(self._later), self._first):
+            handler.close()
+
+    def _pass_on(self) -> None:
+        for outbox in self._outboxes:
+            outbox.pass_on()
+
+
+@frozen
+class ChainLink:
+    """One stage of a chain; `make` returns its handler, given a function for an outbox."""
+
+    service: str
+    topic: str
+    make: Callable[[Callable[[], StageOutbox]], Handler]
+
+
+def chain(settings: Settings, links: Sequence[ChainLink], kafka_outbox: Callable[[str], Outbox]) -> Handler:
+    """Return the handler of consecutive stages, given in the order of the pipeline.
+
+    `kafka_outbox` returns a new outbox to Kafka for a service.
+    """
+    handlers: list[Handler] = []
+    outboxes: list[InProcessOutbox] = []
+    for number, link in reversed(list(enumerate(links))):
+        if not handlers:
+            handlers.append(link.make(partial(kafka_outbox, link.service)))
+            continue
+        following = links[number + 1]
+        outboxes.append(
+            InProcessOutbox(settings, following.service, following.topic, handlers[-1], kafka_outbox(link.service))
+        )
+        handlers.append(link.make(partial(_same, outboxes[-1])))
+    if not outboxes:
+        return handlers[0]
+    return StageChain(handlers[-1], outboxes[::-1], handlers[-2::-1])
+
+
+def _same(outbox: InProcessOutbox) -> InProcessOutbox:
+    return outbox

@@ -1,0 +1,292 @@
+"""Test stages that share a process: their messages, acknowledgements and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nearkin.lab.generated_data import random_bytes, text_like
+from nearkin.workers.pipeline import STAGES
+from nearkin_chunker import ChunkerStage
+from nearkin_chunker.handler import ChunkerHandler
+from nearkin_dedup.handler import dedup_work
+from nearkin_delta import handler as delta_handler
+from nearkin_delta.handler import DeltaHandler
+from nearkin_resemblance.handler import resemblance_work
+from nearkin_shared.config.pipeline_stages import FUSED, stage_group, stage_groups
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import ConfigError, StoreUnavailable
+from nearkin_shared.formats.message import End, Envelope, Frame, Placed, decode, encode
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.kafka.clients import Outbox
+from nearkin_shared.kafka.consumer_loop import Handler, Record
+from nearkin_shared.kafka.outbox_port import StageOutbox
+from nearkin_shared.kafka.relay_handler import StatelessStageHandler
+from nearkin_shared.kafka.stage_chain import ChainLink, chain
+from nearkin_shared.kafka.stage_parts import parts_of
+from nearkin_shared.kafka.tenant_context import TenantContexts, tenant_contexts
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
+
+SETTINGS = Settings()
+CONTENT = text_like(3_000_000, 4) + random_bytes(700_000, 5)
+FRAME_BYTES = 900 * 1024
+BLOB = b"b" * 16
+
+
+class KafkaFake(Outbox):
+    """Kafka's side of an outbox: messages by topic. With `is_away` no message is acknowledged."""
+
+    is_away = False
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, bytes]] = []
+        self.dead: list[dict[str, bytes | None]] = []
+        self.sent_messages = 0
+
+    @property
+    def acknowledged_messages(self) -> int:
+        return self.sent_messages
+
+    def poll_acks(self) -> None: ...
+
+    def send(self, name: str, key: bytes, value: bytes, headers: Mapping[str, bytes]) -> None:
+        self.sent.append((name, value))
+        self.sent_messages += 1
+
+    def send_to(self, full: str, key: Any, value: Any, headers: Any) -> None:
+        self.dead.append(dict(headers))
+
+    def flush(self) -> None:
+        if self.is_away:
+            raise StoreUnavailable("kafka: a message was not delivered")
+
+    def close(self) -> None: ...
+
+
+class NoBacklog:
+    """Kafka without unread frames."""
+
+    def unread(self, *_: object) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+class Fleet:
+    """Stages over objects in memory and a real index, with the outboxes that reach Kafka."""
+
+    def __init__(self, tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.outboxes: list[KafkaFake] = []
+        self.tenants = tenants
+        monkeypatch.setattr(delta_handler, "Outbox", self.outbox)
+
+    def outbox(self, *_: object) -> KafkaFake:
+        self.outboxes.append(KafkaFake())
+        return self.outboxes[-1]
+
+    def links(self) -> list[ChainLink]:
+        tenants = self.tenants
+
+        def stage_of(tenant: str) -> ChunkerStage:
+            return ChunkerStage(SETTINGS, tenants[tenant].fingerprinter)
+
+        def relay(stage: str, following: str, work: Any) -> Callable[[Callable[[], StageOutbox]], Handler]:
+            return lambda connect: StatelessStageHandler(SETTINGS, stage, following, work, connect())
+
+        resemblance = resemblance_work(tenants, lambda: SETTINGS)
+        backlog: Any = NoBacklog()
+        return [
+            ChainLink("chunker", "frames", lambda connect: ChunkerHandler(SETTINGS, stage_of, connect(), backlog)),
+            ChainLink("dedup", "segments", relay("dedup", "fresh", dedup_work(SETTINGS, tenants))),
+            ChainLink("resemblance", "fresh", relay("resemblance", "paired", resemblance)),
+            ChainLink("delta", "paired", lambda _: DeltaHandler(SETTINGS, lambda: SETTINGS, tenants, "w", None)),
+        ]
+
+    def chained(self, links: list[ChainLink]) -> Handler:
+        made = chain(SETTINGS, links, self.outbox)
+        made.on_assigned(0, "")
+        return made
+
+    def placed(self) -> list[Placed | End]:
+        values = [value for outbox in self.outboxes for name, value in outbox.sent if name == "placed"]
+        found = [decode(value, "placed") for value in values]
+        assert all(isinstance(one, Placed | End) for one in found)
+        return found  # type: ignore[return-value]
+
+
+def frames(blob: bytes = BLOB, content: bytes = CONTENT, first: int = 0) -> list[Record]:
+    """Return the records of a blob in topic `frames`, numbered from `first`."""
+    values = []
+    for start in range(0, len(content), FRAME_BYTES):
+        payload = np.frombuffer(content[start : start + FRAME_BYTES], np.uint8)
+        values.append(encode(Frame(Envelope(blob, "t", "key", start), payload)))
+    end = End(
+        Envelope(blob, "t", "key", len(content)), began_us=1, origin=blob, size_bytes=len(content), blake3=b"3" * 32
+    )
+    values.append(encode(end))
+    return [Record("frames", 0, first + at, blob, value, {}, ()) for at, value in enumerate(values)]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    indexes: list[LmdbIndex] = []
+
+    def index_of(domain: bytes) -> LmdbIndex:
+        indexes.append(LmdbIndex(tmp_path / domain.hex(), domain, 1 << 26))
+        return indexes[-1]
+
+    yield Fleet(tenant_contexts(SETTINGS, memory_objects(), b"s" * 32, 160, index_of), monkeypatch)
+    for index in indexes:
+        index.close()
+
+
+def offset(handler: Handler) -> int:
+    """Return the committable offset of partition 0, 0 if there is none yet."""
+    return max((at for _, at, _ in handler.committable()), default=0)
+
+
+def test_all_segments_are_placed_before_the_offset_moves(fleet: Fleet) -> None:
+    worker = fleet.chained(fleet.links())
+    records = frames()
+    worker.handle(records)
+    assert offset(worker) == 0  # the last container is open
+    worker.drain(0)
+    assert offset(worker) == len(records)
+    *runs, end = fleet.placed()
+    assert isinstance(end, End)
+    assert end.segments == sum(len(run.segments) for run in runs if isinstance(run, Placed))
+    assert sum(int(run.lengths.sum()) for run in runs if isinstance(run, Placed)) == len(CONTENT)
+    worker.close()
+
+
+def test_offset_waits_until_kafka_has_placed(fleet: Fleet) -> None:
+    worker = fleet.chained(fleet.links())
+    fleet.outboxes[1].is_away = True  # of `placed`: the delta stage's second outbox
+    worker.handle(frames())
+    with pytest.raises(StoreUnavailable):
+        worker.drain(0)
+    assert fleet.outboxes[1].sent
+    assert offset(worker) == 0
+    worker.close()
+
+
+def test_no_stage_sends_to_kafka_but_the_last(fleet: Fleet) -> None:
+    worker = fleet.chained(fleet.links())
+    worker.handle(frames())
+    worker.drain(0)
+    assert {name for outbox in fleet.outboxes for name, _ in outbox.sent} == {"placed"}
+    worker.close()
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_chains_of_any_length_give_the_same_result(fleet: Fleet, cut: int) -> None:
+    """Two workers, connected by Kafka behind stage `cut`, send the same locations as one worker."""
+    links = fleet.links()
+    first, second = fleet.chained(links[:cut]), fleet.chained(links[cut:])
+    first.handle(frames())
+    first.drain(0)
+    sent = [value for outbox in fleet.outboxes for name, value in outbox.sent if name == links[cut].topic]
+    assert sent
+    second.handle([Record(links[cut].topic, 0, at, BLOB, value, {}, ()) for at, value in enumerate(sent)])
+    second.drain(0)
+    assert offset(second) == len(sent)
+    assert sum(int(run.lengths.sum()) for run in fleet.placed() if isinstance(run, Placed)) == len(CONTENT)
+    first.close()
+    second.close()
+
+
+def test_repeated_blob_is_placed_at_the_same_locations(fleet: Fleet) -> None:
+    worker = fleet.chained(fleet.links())
+    records = frames()
+    worker.handle(records)
+    worker.drain(0)
+    count = len(fleet.placed())
+    worker.handle(frames(b"c" * 16, first=len(records)))
+    worker.drain(0)
+    again = [run for run in fleet.placed()[count:] if isinstance(run, Placed)]
+    assert all(run.known.all() for run in again)
+    assert sum(run.ledger.unique_bytes for run in again) == 0
+    worker.close()
+
+
+def test_failure_of_a_later_stage_fails_the_blob(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a message that dedup cannot process as a dead letter in Kafka, and report its blob as failed."""
+
+    def broken(*_: object) -> None:
+        raise TypeError("a planted fault")
+
+    monkeypatch.setattr("nearkin_dedup.handler.read_segments", broken)
+    worker = fleet.chained(fleet.links())
+    records = frames()
+    worker.handle(records)
+    worker.drain(0)
+    assert offset(worker) == len(records)  # the partition is not blocked
+    dead = [letter for outbox in fleet.outboxes for letter in outbox.dead]
+    assert dead
+    assert {letter["__connect.errors.stage"] for letter in dead} == {b"dedup"}
+    assert any(isinstance(one, End) and one.failure and "planted" in one.failure for one in fleet.placed())
+    worker.close()
+
+
+def test_open_blob_of_a_lost_partition_starts_again(fleet: Fleet) -> None:
+    """Cut the blob again from the committed offset after the partition was lost in the middle of it."""
+    worker = fleet.chained(fleet.links())
+    records = frames()
+    worker.handle(records[:2])
+    worker.on_dropped(0)
+    worker.on_assigned(0, "")
+    worker.handle(records)
+    worker.drain(0)
+    assert offset(worker) == len(records)
+    found = {(run.envelope.sequence, len(run.segments)): run for run in fleet.placed() if isinstance(run, Placed)}
+    assert max(sequence + count for sequence, count in found) == next(
+        one.segments for one in fleet.placed() if isinstance(one, End)
+    )
+    worker.close()
+
+
+def test_worker_reads_the_topics_of_all_its_stages() -> None:
+    """Read also what other workers sent: a fleet changes its grouping while it runs."""
+    parts = parts_of(STAGES, stage_group(FUSED))
+    assert [(part.service, part.topic) for part in parts] == [
+        ("chunker", "frames"),
+        ("dedup", "segments"),
+        ("resemblance", "fresh"),
+        ("delta", "paired"),
+        ("committer", "placed"),
+    ]
+    assert [part.service for part in parts_of(STAGES, stage_group("committer+dedup"))] == ["dedup", "committer"]
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("fused", [("chunker", "dedup", "resemblance", "delta", "committer")]),
+        ("split", [("chunker",), ("dedup",), ("resemblance",), ("delta", "committer")]),
+        (
+            "dedup+chunker, delta+resemblance, committer",
+            [("chunker", "dedup"), ("resemblance", "delta"), ("committer",)],
+        ),
+    ],
+)
+def test_groups_are_read_from_text(text: str, groups: list[tuple[str, ...]]) -> None:
+    assert stage_groups(text) == groups
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("chunker+dedup", "no group has resemblance, delta, committer"),
+        ("fused,chunker", "'fused': no stage has this name; known are chunker, dedup"),
+        (f"{FUSED},chunker", "a stage is in two groups"),
+        ("chunker+chunker,dedup,resemblance,delta,committer", "contains a stage twice"),
+        ("", "no stage has this name"),
+    ],
+)
+def test_groups_that_lack_or_repeat_a_stage_are_refused(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        stage_groups(text)
