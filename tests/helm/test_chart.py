@@ -28,7 +28,10 @@ NOT_KUBERNETES_OWN = {"monitoring.coreos.com/v1", "keda.sh/v1alpha1", "gateway.n
 WORKERS = ("chunker", "dedup", "resemblance", "delta", "maintenance")
 Render = Callable[..., list[dict[str, Any]]]
 
-SCALED = {name: {"autoscaling": {"enabled": True}} for name in ("gateway", "chunker", "dedup", "resemblance", "delta")}
+SCALED = {
+    name: {"autoscaling": {"enabled": True}}
+    for name in ("gateway", "pipeline", "chunker", "dedup", "resemblance", "delta")
+}
 MATRIX: dict[str, dict[str, Any]] = {
     "defaults": {},
     "everything": {
@@ -46,6 +49,7 @@ MATRIX: dict[str, dict[str, Any]] = {
             "redis": {"url": "rediss+cluster://redis:6379", "ca_file": "/etc/nearkin/certificates/redis.pem"},
             "ingest": {"topics": {"dumps": "team-a", "backups": "team-b"}},
             "features": {"algorithm": "odess"},
+            "pipeline": {"stages": "split"},
             "gateway": {"body_bytes_max": "64GiB", "port": 8443},
         },
         "secrets": {
@@ -92,6 +96,19 @@ MATRIX: dict[str, dict[str, Any]] = {
     **{path.stem: yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))},
     "no-gateway": {"gateway": {"enabled": False}, "fullnameOverride": "kin", "config": {"ingest": {"topics": ["b"]}}},
 }
+
+
+def split(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values of a chart that runs a Deployment for each stage."""
+    return values | {"config": values.get("config", {}) | {"pipeline": {"stages": "split"}}}
+
+
+MATRIX |= {"split": split({}), "keda-split": split(MATRIX["keda"])}
+
+
+def is_split(values: dict[str, Any]) -> bool:
+    """Return whether a chart with these values runs a Deployment for each stage."""
+    return bool(values.get("config", {}).get("pipeline", {}).get("stages") == "split")
 
 
 def of_kind(objects: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any]]:
@@ -183,7 +200,7 @@ def test_pods_have_least_privilege(rendered: Render, case: dict[str, Any]) -> No
             assert {"cpu", "memory"} <= set(container["resources"]["requests"]), name
             assert ":latest" not in container["image"], name
             assert all(mount.get("readOnly") or mount["mountPath"] == "/tmp" for mount in container["volumeMounts"])
-    assert seen >= 6
+    assert seen >= (6 if is_split(case) else 3)
 
 
 def test_services_have_probes(rendered: Render, case: dict[str, Any]) -> None:
@@ -261,7 +278,7 @@ def test_selectors_match_the_intended_pods(rendered: Render) -> None:
                 case "Service":
                     assert selected(one["spec"]["selector"]) == 1
                 case "PodMonitor":
-                    assert selected(one["spec"]["selector"]["matchLabels"]) >= 6
+                    assert selected(one["spec"]["selector"]["matchLabels"]) >= len(of_kind(objects, "Deployment"))
                 case "NetworkPolicy":
                     assert selected(one["spec"]["podSelector"]["matchLabels"]) >= 1
 
@@ -298,13 +315,16 @@ def test_workers_have_at_most_one_replica_a_partition(rendered: Render, helm: Ca
         ),
     ):
         with pytest.raises(Exception, match=r"want at most") as refused:
-            rendered(values)
+            rendered(split(values))
         assert shown in str(refused.value)
-    rendered({"gateway": {"replicas": 40}, "delta": {"replicas": 12}})
+    with pytest.raises(Exception, match=r"pipeline.replicas 13: want at most config.kafka.partitions \(12\)"):
+        rendered({"pipeline": {"replicas": 13}})
+    rendered(split({"gateway": {"replicas": 40}, "delta": {"replicas": 12}}))
 
 
-def test_keda_scales_each_worker_by_its_lag(rendered: Render) -> None:
-    objects = rendered(MATRIX["keda"])
+@pytest.mark.parametrize("chosen", ["keda", "keda-split"])
+def test_keda_scales_each_worker_by_its_lag(rendered: Render, chosen: str) -> None:
+    objects = rendered(MATRIX[chosen])
     scaled = of_kind(objects, "ScaledObject")
     waits: dict[str, str] = {}
     for name, one in scaled.items():
@@ -318,7 +338,7 @@ def test_keda_scales_each_worker_by_its_lag(rendered: Render) -> None:
             assert one["spec"]["maxReplicaCount"] == 4
     assert waits == {f"store.{group}": f"store.{topic}" for group, topic in WAITS.items()} | {"store.ingest": "b"}
     assert set(of_kind(objects, "HorizontalPodAutoscaler")) == {"store-nearkin-gateway"}
-    assert len(of_kind(rendered(MATRIX["hpa"]), "HorizontalPodAutoscaler")) == 5
+    assert len(of_kind(rendered(split(MATRIX["hpa"])), "HorizontalPodAutoscaler")) == 5
     for deployment in of_kind(objects, "Deployment").values():
         fixed = deployment["metadata"]["name"] == "store-nearkin-maintenance"
         assert ("replicas" in deployment["spec"]) == fixed
@@ -327,7 +347,8 @@ def test_keda_scales_each_worker_by_its_lag(rendered: Render) -> None:
 def test_single_replica_has_no_disruption_budget(rendered: Render) -> None:
     """A budget of one replica would block a drain."""
     assert not of_kind(rendered(MATRIX["least"]), "PodDisruptionBudget").keys() - {"store-nearkin-gateway"}
-    assert set(of_kind(rendered(), "PodDisruptionBudget")) == {
+    assert set(of_kind(rendered(), "PodDisruptionBudget")) == {"store-nearkin-gateway", "store-nearkin-pipeline"}
+    assert set(of_kind(rendered(split({})), "PodDisruptionBudget")) == {
         f"store-nearkin-{name}" for name in ("gateway", *WORKERS) if name != "maintenance"
     }
 
@@ -446,11 +467,15 @@ def test_cold_setting_restarts_each_service(rendered: Render) -> None:
         ({"config": {"gateway": {"shutdown_seconds": 80}}}, "config.gateway.shutdown_seconds 80: want"),
         ({"config": {"gateway": {"port": 9090}}}, "config.gateway.port 9090, config.monitor.port 9090: want two"),
         ({"config": {"monitor": {"port": 0}}}, "config.monitor.port 0: want two ports, 1 at least"),
+        (
+            {"config": {"pipeline": {"stages": "chunker,dedup"}}},
+            "config.pipeline.stages chunker,dedup: the chart knows",
+        ),
         ({"config": {"object_store": {"url": "/data"}}}, "config.object_store.url /data: want a bucket"),
         ({"podLabels": {"app.kubernetes.io/component": "x"}}, "podLabels app.kubernetes.io/component: selectors"),
         ({"commonLabels": {"app.kubernetes.io/instance": "x"}}, "commonLabels app.kubernetes.io/instance: selectors"),
         (
-            {"delta": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 3}}},
+            split({"delta": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 3}}}),
             "delta.autoscaling.minReplicas 5: want at most maxReplicas (3)",
         ),
     ],

@@ -22,7 +22,7 @@ def test_compose_workers_read_their_settings(monkeypatch: pytest.MonkeyPatch) ->
     for name in list(os.environ):
         if name.startswith("NEARKIN_"):
             monkeypatch.delenv(name)
-    for name, value in SERVICES["delta"]["environment"].items():
+    for name, value in SERVICES["pipeline"]["environment"].items():
         monkeypatch.setenv(name, value)
     settings, origins = load()
     assert settings.kafka.bootstrap_servers == "kafka:9092"
@@ -32,7 +32,7 @@ def test_compose_workers_read_their_settings(monkeypatch: pytest.MonkeyPatch) ->
     assert settings.object_store.access_key_id == SERVICES["s3"]["environment"]["ROOT_ACCESS_KEY_ID"]
     assert settings.object_store.secret_access_key is not None
     assert settings.object_store.secret_access_key not in str(origins)
-    check = SERVICES["delta"]["healthcheck"]["test"][-1]
+    check = SERVICES["pipeline"]["healthcheck"]["test"][-1]
     assert f"http://{settings.monitor.host}:{settings.monitor.port}/readyz" in check
 
 
@@ -40,7 +40,7 @@ def test_compose_runs_the_services_of_make_up() -> None:
     ran = {name: parts["command"][-1] for name, parts in SERVICES.items() if "-m" in parts.get("command", [])}
     assert ran == {service.name: service.module for service in cluster.SERVICES}
     assert {name: SERVICES[name]["environment"] for name in ran if name != "gateway"} == {
-        name: SERVICES["delta"]["environment"] for name in ran if name != "gateway"
+        name: SERVICES["pipeline"]["environment"] for name in ran if name != "gateway"
     }
 
 

@@ -50,7 +50,11 @@ gateway: {module: nearkin_gateway}
 chunker: {module: nearkin_chunker, waits: {chunker: frames}}
 dedup: {module: nearkin_dedup, waits: {dedup: segments}}
 resemblance: {module: nearkin_resemblance, waits: {resemblance: fresh}}
-delta: {module: nearkin.workers.delta, waits: {delta: paired, committer: placed}}
+delta: {module: nearkin.workers.pipeline, arguments: [--stages, delta+committer], waits: {delta: paired, committer: placed}}
+pipeline:
+  module: nearkin.workers.pipeline
+  arguments: [--stages, chunker+dedup+resemblance+delta+committer]
+  waits: {chunker: frames, dedup: segments, resemblance: fresh, delta: paired, committer: placed}
 maintenance: {module: nearkin.workers.maintenance}
 ingest: {module: nearkin_ingest}
 {{- end -}}
@@ -58,9 +62,16 @@ ingest: {module: nearkin_ingest}
 {{/* The services that run, each with its values over `defaults`, as YAML. */}}
 {{- define "nearkin.running" -}}
 {{- $found := dict -}}
+{{- $stages := dig "pipeline" "stages" "fused" .Values.config -}}
+{{- $unused := list "pipeline" -}}
+{{- if eq $stages "fused" -}}
+{{- $unused = list "chunker" "dedup" "resemblance" "delta" -}}
+{{- else if ne $stages "split" -}}
+{{- fail (printf "config.pipeline.stages %s: the chart knows fused and split" $stages) -}}
+{{- end -}}
 {{- range $name, $what := include "nearkin.services" . | fromYaml -}}
 {{- $values := mergeOverwrite (deepCopy $.Values.defaults) (deepCopy (index $.Values $name)) -}}
-{{- if and $values.enabled (or (ne $name "ingest") (dig "ingest" "topics" false $.Values.config)) -}}
+{{- if and $values.enabled (not (has $name $unused)) (or (ne $name "ingest") (dig "ingest" "topics" false $.Values.config)) -}}
 {{- $_ := set $found $name (merge (dict "values" $values) $what) -}}
 {{- end -}}
 {{- end -}}
