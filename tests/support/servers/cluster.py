@@ -21,7 +21,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from pathlib import Path
 import click
 
 from nearkin_shared.config.loader import load
+from nearkin_shared.config.pipeline_stages import stage_groups
 from nearkin_shared.errors import NearkinError, RetryableError
 from nearkin_shared.utils.frozen import frozen
 from tests.support.servers import processes
@@ -55,11 +56,9 @@ class Service:
     ready_path: str | None = None
 
 
+PIPELINE = Service("pipeline", "nearkin.workers.pipeline", ("--worker", "local"), ready_line=": ready")
 SERVICES = (
-    Service("chunker", "nearkin_chunker", ("--worker", "local"), ready_line=": ready"),
-    Service("dedup", "nearkin_dedup", ("--worker", "local"), ready_line=": ready"),
-    Service("resemblance", "nearkin_resemblance", ("--worker", "local"), ready_line=": ready"),
-    Service("delta", "nearkin.workers.delta", ("--worker", "local"), ready_line=": ready"),
+    PIPELINE,
     Service("maintenance", "nearkin.workers.maintenance", ("--worker", "local"), ready_line=": ready"),
     Service("ingest", "nearkin_ingest", ("--worker", "local"), ready_line=": ready"),
     Service("gateway", "nearkin_gateway", ready_path="/readyz"),
@@ -76,8 +75,16 @@ class Cluster:
 
     def __init__(self, folder: Path, services: Sequence[Service] = SERVICES) -> None:
         self.folder = folder.absolute()
-        self.services = tuple(services)
         self.config_file = self.folder / "nearkin.toml"
+        self._services = tuple(services)
+
+    @property
+    def services(self) -> tuple[Service, ...]:
+        """Return the services, with a process for each group of `pipeline.stages` in place of `pipeline`."""
+        if not self.config_file.exists():
+            return self._services
+        workers = _workers(load(self.config_file)[0].pipeline.stages)
+        return tuple(one for service in self._services for one in (workers if service == PIPELINE else (service,)))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,6 +127,7 @@ class Cluster:
         """
         with self._locked():
             started: list[str] = []
+            self._end(self._ungrouped(), report)
             servers = self._servers()
             for name in SERVERS:
                 if not self.alive(name):
@@ -138,18 +146,26 @@ class Cluster:
     def down(self, report: Callable[[str], None] = lambda line: None) -> list[str]:
         """Stop the running parts, the gateway first and the servers last; return the stopped ones."""
         with self._locked():
-            ended = []
-            for name in reversed(self.names):
-                member = self.member(name)
-                if member is None:
-                    continue
-                if member.alive:
-                    report(f"ending {name}")
-                    if not member.end():
-                        report(f"{name} had to be killed; its log: {self.log(name)}")
-                    ended.append(name)
-                member.forget(self.folder)
-            return ended
+            return self._end([*self._ungrouped(), *reversed(self.names)], report)
+
+    def _ungrouped(self) -> list[str]:
+        """Return the started parts that another grouping of the stages had."""
+        return sorted({note.stem for note in self.folder.glob("*.pid")} - set(self.names))
+
+    def _end(self, names: Iterable[str], report: Callable[[str], None]) -> list[str]:
+        """Stop those of the parts that run; return them."""
+        ended = []
+        for name in names:
+            member = self.member(name)
+            if member is None:
+                continue
+            if member.alive:
+                report(f"ending {name}")
+                if not member.end():
+                    report(f"{name} had to be killed; its log: {self.log(name)}")
+                ended.append(name)
+            member.forget(self.folder)
+        return ended
 
     # --- how it is put together --------------------------------------------------------------------------------------
 
@@ -256,6 +272,18 @@ class Cluster:
         with self.log(service.name).open("rb") as log:
             log.seek(log_start)
             return (service.ready_line or "").encode() in log.read()
+
+
+def _workers(stages: str) -> tuple[Service, ...]:
+    """Return the workers of the groups of stages."""
+    if stages == "fused":
+        return (PIPELINE,)
+    return tuple(
+        Service(
+            "-".join(group), PIPELINE.module, ("--stages", "+".join(group), *PIPELINE.arguments), ready_line=": ready"
+        )
+        for group in stage_groups(stages)
+    )
 
 
 def _write_privately(path: Path, text: str) -> None:
