@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.support.engines.chaos import Chaos
+from tests.support.engines.chaos import MODES, Chaos
 
 
 def main() -> None:
@@ -22,13 +22,14 @@ def main() -> None:
     parser.add_argument("--blobs", type=int, default=300)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000))
+    parser.add_argument("--mode", choices=MODES, default="split", help="which stages share a process")
     parser.add_argument("--keep", type=Path, help="work in this folder and leave it there")
     chosen = parser.parse_args()
     if chosen.keep is not None:
-        report = Chaos(chosen.keep, chosen.seed, chosen.blobs, chosen.kills, print_line).run()
+        report = Chaos(chosen.keep, chosen.seed, chosen.blobs, chosen.kills, print_line, chosen.mode).run()
     else:
         with tempfile.TemporaryDirectory(prefix="nearkin-chaos-") as folder:
-            report = Chaos(Path(folder), chosen.seed, chosen.blobs, chosen.kills, print_line).run()
+            report = Chaos(Path(folder), chosen.seed, chosen.blobs, chosen.kills, print_line, chosen.mode).run()
     print(json.dumps(asdict(report), indent=1))
     sys.exit(1 if report.problems else 0)
 

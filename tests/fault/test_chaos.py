@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.chaos import Chaos
+from tests.support.engines.chaos import MODES, Chaos
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("mode", MODES)
 def test_pipeline_under_chaos_keeps_its_promises(
-    tmp_path: Path, need: Callable[[Callable[[], Any]], Any], capsys: Any
+    tmp_path: Path, need: Callable[[Callable[[], Any]], Any], capsys: Any, mode: str
 ) -> None:
-    """Every acknowledged blob restores though workers, gateway and servers die meanwhile."""
+    """Every acknowledged blob restores though workers, gateway and servers die, and stages move between processes."""
     seed = secrets.randbelow(1_000_000)
-    report = need(lambda: Chaos(tmp_path, seed, 24, 6, print).run())
+    report = need(lambda: Chaos(tmp_path, seed, 24, 6, print, mode).run())
     assert not report.problems, report
     assert report.created + report.accepted == 24, report

@@ -13,8 +13,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import redis as redis_client
 
@@ -25,13 +26,36 @@ from tests.support.servers.servers import S3, Kafka, Redis
 
 S3_AWAY_SECONDS = 10.0
 REDIS_AWAY_SECONDS = 2.0
-VICTIMS = ("chunker", "dedup", "resemblance", "delta", GATEWAY)
+SPLIT_WORKERS = ("chunker", "dedup", "resemblance", "delta")
+FUSED_WORKERS = ("pipeline",)
+SWITCH = "switch"
+MODES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyType(
+    {
+        "split": (SPLIT_WORKERS, SPLIT_WORKERS),
+        "fused": (FUSED_WORKERS, FUSED_WORKERS),
+        "mixed": ((*SPLIT_WORKERS, *FUSED_WORKERS), (*SPLIT_WORKERS, *FUSED_WORKERS)),
+        "to-fused": (SPLIT_WORKERS, FUSED_WORKERS),
+        "to-split": (FUSED_WORKERS, SPLIT_WORKERS),
+    }
+)
+"""Workers that run in the first half of the deaths, and in the second."""
 
 
 class Chaos:
     """One run."""
 
-    def __init__(self, folder: Path, seed: int, blobs: int, kills: int, report_line: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        blobs: int,
+        kills: int,
+        report_line: Callable[[str], None],
+        mode: str = "split",
+    ) -> None:
+        """`mode`: one of MODES, the stages that share a process."""
+        self._before, self._after = MODES[mode]
+        self._victims = (*self._before, GATEWAY)
         self._promises = Promises(seed, blobs, free_port())
         self.report = self._promises.report
         self._print = report_line
@@ -86,22 +110,39 @@ class Chaos:
                 },
                 "gateway": {"port": self._promises.port},
             },
+            services=(*self._before, "maintenance"),
         )
+
+    def _switch(self, pipeline: Pipeline) -> None:
+        """Start the workers of the other grouping, then end the earlier ones, as a rollout does."""
+        self._print(f"{self._promises.done} blobs put: the stages move from {self._before} to {self._after}")
+        for name in self._after:
+            pipeline.start(name)
+        for name in self._before:
+            code = pipeline.end(name)
+            if code != 0:
+                self.report.problems.append(f"{name} ended with {code}")
+        self._victims = (*self._after, GATEWAY)
 
     # --- deaths ------------------------------------------------------------------------------------------------------
 
     def _kill(self, pipeline: Pipeline, stop: threading.Event) -> None:
         """Spread the kills evenly over the puts."""
-        events: list[str] = [self._random.choice(VICTIMS) for _ in range(self._kills)]
+        events: list[str] = ["worker"] * self._kills
         for special in ("kafka", "kafka", "redis-flush", "redis-kill", "s3"):
             events.insert(self._random.randrange(len(events) + 1), special)
-        for position, victim in enumerate(events):
+        if self._after != self._before:
+            events.insert(len(events) // 2, SWITCH)
+        for position, event in enumerate(events):
+            victim = self._random.choice(self._victims) if event == "worker" else event
             next_puts = position * self.report.blobs // (len(events) + 1)
             waited = time.monotonic()
             while self._promises.done < next_puts and time.monotonic() - waited < 10:
                 time.sleep(0.05)
             self.report.kills[victim] = self.report.kills.get(victim, 0) + 1
-            if victim in VICTIMS:
+            if victim == SWITCH:
+                self._switch(pipeline)
+            elif victim in self._victims:
                 pipeline.kill(victim)
                 time.sleep(self._random.uniform(0, 0.5))
                 pipeline.start(victim)
@@ -122,7 +163,7 @@ class Chaos:
                 self._s3.stop()
                 time.sleep(S3_AWAY_SECONDS)
                 self._s3.start()
-        for victim in VICTIMS:
+        for victim in self._victims:
             if pipeline.processes[victim].poll() is not None:
                 self.report.problems.append(f"{victim} ended by itself: {pipeline.processes[victim].returncode}")
                 pipeline.start(victim)

@@ -29,7 +29,7 @@ import click
 import redis as redis_client
 
 from tests.support.engines.durability import Promises, Report
-from tests.support.servers.pipeline import GATEWAY, Pipeline
+from tests.support.servers.pipeline import GATEWAY, SPLIT, Pipeline
 from tests.support.servers.server import free_port
 from tests.support.servers.servers import Kafka, Redis
 
@@ -55,6 +55,16 @@ DYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "version.manifest",
             "version.catalogued",
             "version.sent",
+        ),
+        "pipeline": (
+            *LOOP,
+            "cut.sent",
+            "relay.sent",
+            "place.container",
+            "place.published",
+            "place.sent",
+            "place.flushed",
+            "version.manifest",
         ),
         "maintenance": (
             "lease.taken",
@@ -137,6 +147,7 @@ class Deaths:
                 "gateway": {"port": self._promises.port},
                 "gc": {"interval_seconds": 1},
             },
+            services=(*SPLIT, "pipeline"),
         )
 
     # --- deaths ------------------------------------------------------------------------------------------------------
