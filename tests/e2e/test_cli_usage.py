@@ -27,6 +27,7 @@ COMMANDS = (
     "get",
     "ls",
     "mount",
+    "webdav",
     "rm",
     "forget",
     "undelete",

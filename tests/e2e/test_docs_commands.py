@@ -16,9 +16,9 @@ from tests.support.data.samples import noise
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
 VERSIONS = 4
-ENDLESS = ("nearkin serve", "nearkin bench", "nearkin mount")
-"""Commands that run until they are stopped, or for many minutes; test_serve.py, test_bench_cli.py and test_cli_mount.py
-of this folder run them.
+ENDLESS = ("nearkin serve", "nearkin bench", "nearkin mount", "nearkin webdav")
+"""Commands that run until they are stopped, or for many minutes; test_serve.py, test_bench_cli.py, test_cli_mount.py
+and test_cli_webdav.py of this folder run them.
 """
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @force_option
 @shared_options
 def import_tar(key: str, archive: str, tags: tuple[str, ...], meta: tuple[str, ...], temporary: Path | None) -> int:
-    """Store a tar archive as one version of KEY: a tree, as of `nearkin backup`.
+    """Store a tar archive as one version of KEY, a tree.
 
     nearkin import-tar home home-2019.tar
     nearkin import-tar home home-2020.tar.zst --tag archive --meta source=tape7

@@ -265,6 +265,29 @@ class MountedStore:
         for handle in list(self._handles):
             self.close(handle)
 
+    def without_link(self, path: bytes) -> bytes:
+        """Return a path with the number of a version in place of `latest` or a time."""
+        self._refresh()
+        parts = [part for part in path.split(b"/") if part]
+        folder = self._root
+        for number, part in enumerate(parts):
+            below = folder.folders.get(part)
+            if below is None:
+                parts[number] = folder.links.get(part, part)
+                break
+            folder = below
+        return b"/" + b"/".join(parts)
+
+    def entry_of(self, path: bytes) -> tuple[VersionInfo, bytes] | None:
+        """Return the version that has a path, and the path in its tree.
+
+        None for a folder of keys, or a link.
+
+        Raises NotFound.
+        """
+        found = self._resolve(path)
+        return (found.info, found.path) if isinstance(found, _EntryPath) else None
+
     # --- paths -------------------------------------------------------------------------------------------------------
 
     def _resolve(self, path: bytes) -> _KeyFolder | bytes | _EntryPath:

@@ -8,8 +8,6 @@ BLAKE3 of all its bytes as digest; a reader verifies groups and files by the dig
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +15,12 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
 from nearkin.trees.backup import TreeBackup
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, ComparisonOptions
+from nearkin.trees.byte_pipe import BytePipe
 from nearkin.trees.store_backup import BackupResult, metadata_of, tree_metadata
 from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult, open_import
 from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions, TreeRestore
 from nearkin.trees.tree_sinks import StreamSink, TreeSink
-from nearkin_shared.errors import BadInput, Corrupt, NearkinError, SourceFailed
+from nearkin_shared.errors import BadInput, Corrupt
 from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.validation import check_user_key
 
@@ -36,44 +35,15 @@ class WritableTree(Protocol):
         """Write the tree; return its digest."""
 
 
-class TreeStream:
-    """The bytes of a tree, written by a thread of its own while they are read."""
+def open_tree_stream(source: WritableTree) -> BytePipe:
+    """Return the bytes of a tree, which a thread of its own writes while they are read."""
 
-    def __init__(self, source: WritableTree) -> None:
-        reading, writing = os.pipe()
-        self._file = os.fdopen(reading, "rb", buffering=0)
-        self._writing = os.fdopen(writing, "wb")
-        self._source = source
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, name="nearkin-tree", daemon=True)
-        self._thread.start()
+    def write(file: BinaryIO) -> None:
+        sink = StreamSink(file)
+        source.write(sink)
+        sink.flush()
 
-    def read(self, count: int) -> bytes:
-        """Return the next bytes; nothing at the end. Raises the error that ended the backup."""
-        data = self._file.read(count)
-        if not data:
-            self._thread.join()
-            if isinstance(self._failure, NearkinError):
-                raise self._failure
-            if self._failure is not None:
-                raise SourceFailed(f"tree: reading it failed: {self._failure}") from self._failure
-        return data
-
-    def close(self) -> None:
-        """End the thread and the pipe."""
-        self._file.close()  # the thread's next write fails
-        self._thread.join()
-
-    def _write(self) -> None:
-        try:
-            with self._writing:
-                sink = StreamSink(self._writing)
-                self._source.write(sink)
-                sink.flush()
-        except BrokenPipeError:
-            pass  # the reader gave up
-        except BaseException as err:
-            self._failure = err
+    return BytePipe(write, "tree")
 
 
 def back_up_remote(
@@ -87,7 +57,7 @@ def back_up_remote(
     if options.skip_if_unchanged:
         raise BadInput("skip_if_unchanged: a server does not compare trees; leave it out, or open the store itself")
     reading_all = replace(options, comparison=ComparisonOptions(force_rescan=True))
-    stream = TreeStream(TreeBackup(paths, reading_all, counts))
+    stream = open_tree_stream(TreeBackup(paths, reading_all, counts))
     try:
         result = store.put(key, cast("BinaryIO", stream), metadata=metadata_of(options))
     finally:
@@ -104,7 +74,7 @@ def import_tar_remote(
     """
     check_user_key(key)
     with open_import(source, options, counts) as tree:
-        stream = TreeStream(tree)
+        stream = open_tree_stream(tree)
         try:
             result = store.put(key, cast("BinaryIO", stream), metadata=tree_metadata(options.metadata, options.tags))
         finally:
