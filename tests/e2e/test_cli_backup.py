@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
+from nearkin.trees import backup
+from nearkin.trees.tree_writer import TreeWriter
 from tests.support.checks.commands import (
     InProcess,
     assert_refused,
@@ -188,3 +190,29 @@ def test_backup_help_has_examples(store: Path, home: Path) -> None:
     assert b"nearkin backup home /home/kim" in done.stdout
     for option in (b"--files-from", b"--exclude-if-present", b"--one-file-system", b"--ignore-ctime", b"--dry-run"):
         assert option in done.stdout
+
+
+def test_dry_run_counts_what_a_checkpoint_has(tmp_path: Path, call: InProcess) -> None:
+    """The dry run after an interrupted backup predicts what the next backup reads."""
+    folder = tmp_path / "source"
+    for number in range(6):
+        (folder / f"{number}").mkdir(parents=True)
+        (folder / f"{number}" / "file").write_bytes(os.urandom(300_000))
+    (folder / "5" / "vanishes").touch()
+    time.sleep(backup.RECENT_NS / 1e9)
+    with open_store(tmp_path / "store", create=True) as store, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backup, "CHECKPOINT_BYTES_MIN", 1)
+        patch.setattr(TreeWriter, "finish", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.backup("home", [folder])
+    (folder / "5" / "vanishes").unlink()
+    planned = json.loads(call("--store", tmp_path / "store", "--json", "backup", "home", folder, "--dry-run").stdout)
+    with open_store(tmp_path / "store") as store:
+        counts = store.backup("home", [folder]).counts
+    assert planned["reused_bytes"] == counts.reused_bytes > 0
+    assert planned["read_bytes"] == counts.read_bytes
+    assert planned["removed"] == 0, "there is no version yet"
+
+
+def _interrupt(*_: object) -> bytes:
+    raise KeyboardInterrupt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nearkin.trees.backup_walk import BackupCounts, BackupOptions
     from nearkin.trees.exclusions import ExclusionOptions
     from nearkin.trees.store_backup import BackupResult
+    from nearkin_shared.reading.tree_reader import TreeReader
 
 PATH_LIST_BYTES_MAX = 256 << 20
 RESERVED_METADATA = ("content-type", "tags")
@@ -253,22 +254,18 @@ def _plan(session: Session, key: str, paths: Sequence[str], options: BackupOptio
     from nearkin.cli.progress import EntriesDone, entries_bar
     from nearkin.cli.tree_location import open_tree_store
     from nearkin.trees.backup_plan import BackupPlan, PlannedCounts
-    from nearkin_shared.errors import Corrupt, NotFound
     from nearkin_shared.utils.terminal import printable
 
     counts = PlannedCounts()
     with open_tree_store(session) as store:
         plan = BackupPlan(paths, options, _store_folders(store), counts)
-        try:
-            newest = store.tree(key)
-        except (NotFound, Corrupt):
-            newest = None
+        newest, unfinished = _parent_trees(store, key)
         with entries_bar(
             "dry run",
             lambda: EntriesDone(counts.files, counts.read_bytes + counts.reused_bytes, counts.unread, None),
             shown=not session.as_json,
         ):
-            plan.run(newest)
+            plan.run(newest, unfinished)
     code = ExitCode.INCOMPLETE if counts.unread else ExitCode.DONE
     if session.as_json:
         print_json({"dry_run": True, "key": key, **_planned_json(counts)})
@@ -277,6 +274,24 @@ def _plan(session: Session, key: str, paths: Sequence[str], options: BackupOptio
     for line in _plan_lines(printable(key), counts):
         print_line(line)
     return code
+
+
+def _parent_trees(store: SupportsTrees, key: str) -> tuple[TreeReader | None, TreeReader | None]:
+    """Return the newest tree of a key, and that of a checkpoint that was made after it."""
+    from nearkin.store import Store
+    from nearkin.trees.store_backup import checkpoint_key_of
+    from nearkin_shared.errors import Corrupt, NotFound
+
+    newest = unfinished = created = None
+    with suppress(NotFound, Corrupt):
+        created = store.info(key).created
+        newest = store.tree(key)
+    if isinstance(store, Store):  # a server has none
+        with suppress(NotFound, Corrupt):
+            found = store.info(checkpoint_key_of(key))
+            if created is None or found.created > created:
+                unfinished = store.tree(found.key, found.version)
+    return newest, unfinished
 
 
 def _plan_lines(name: str, counts: PlannedCounts) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ from threading import Event
 
 from nearkin.trees.attributes import KINDS
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, BackupWalk
-from nearkin.trees.parent_tree import OrderedEntries, keyed_entries
+from nearkin.trees.parent_tree import EntryKey, OrderedEntries, keyed_entries
 from nearkin.trees.walker import ListedFolder
 from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry, sort_key
-from nearkin_shared.reading.tree_reader import TreeReader
+from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
 
 @dataclass(slots=True)
@@ -47,17 +47,23 @@ class BackupPlan(BackupWalk):
         super().__init__(paths, options, counts, left_out)
         self._links: set[tuple[int, int]] = set()
 
-    def run(self, parent: TreeReader | None) -> PlannedCounts:
-        """Compare all entries with the newest tree. Raises BadInput if the root cannot be listed."""
-        entries = OrderedEntries(keyed_entries(parent) if parent is not None else iter(()))
-        matched = int(entries.find(b"", b"") is not None)
+    def run(self, newest: TreeReader | None, unfinished: TreeReader | None = None) -> PlannedCounts:
+        """Compare all entries with the newest tree, and before it with a newer checkpoint.
+
+        Raises BadInput if the root cannot be listed.
+        """
+        entries = OrderedEntries(_joined_entries(unfinished, newest))
+        present = entries
+        if unfinished is not None:
+            present = OrderedEntries(_joined_entries(newest))
+        matched = int(present.find(b"", b"") is not None)
         for listed in self._walker.folders():
             key = sort_key(listed.path)
             for name, status in listed.entries:
                 placed = entries.find(key, name)
-                matched += placed is not None
+                matched += (placed if present is entries else present.find(key, name)) is not None
                 self._add(listed, name, status, None if placed is None else placed.entry)
-        self.counts.removed = (0 if parent is None else parent.summary.entries) - matched
+        self.counts.removed = (0 if newest is None else newest.summary.entries) - matched
         self.counts.is_unchanged = False
         return self.counts
 
@@ -99,6 +105,17 @@ class BackupPlan(BackupWalk):
             return True
         self._links.add(identity)
         return False
+
+
+def _joined_entries(*trees: TreeReader | None) -> Iterator[tuple[EntryKey, PlacedEntry]]:
+    """Yield the entries of several trees, of each those behind the end of the one before, as a backup does."""
+    last: EntryKey | None = None
+    for tree in trees:
+        reached = last
+        for key, placed in keyed_entries(tree, reached) if tree is not None else ():
+            if reached is None or key > reached:
+                yield key, placed
+                last = key
 
 
 def count_in_background(plan: BackupPlan, add: Callable[[int], None], stop: Event) -> None:

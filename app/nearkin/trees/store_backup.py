@@ -60,11 +60,16 @@ class TreeStore(NamedTuple):
     """Folders that the store writes, which a backup leaves out."""
 
 
+def checkpoint_key_of(key: str) -> str:
+    """Return the key of the unfinished versions of a key."""
+    return f"{RESERVED_PREFIX}checkpoints/{blake3(key.encode()).hexdigest(length=16)}"
+
+
 def back_up(
     store: TreeStore, key: str, paths: Sequence[str | Path], options: BackupOptions, counts: BackupCounts
 ) -> BackupResult:
     """Store folders and files as one version of `key`. Raises as `Store.backup` does."""
-    checkpoint_key = f"{RESERVED_PREFIX}checkpoints/{blake3(key.encode()).hexdigest(length=16)}"
+    checkpoint_key = checkpoint_key_of(key)
 
     def parents() -> list[ParentTree]:
         found = []
