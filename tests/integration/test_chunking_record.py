@@ -164,3 +164,27 @@ def test_service_records_the_settings_of_a_new_store(tmp_path: Path) -> None:
     assert record is not None
     assert record.chunker.target_bytes == 16384
     assert json.loads((tmp_path / "s" / chunking_record.NAME).read_bytes())["profile"] == "default"
+
+
+def test_store_rules_are_recorded_and_used(tmp_path: Path) -> None:
+    """Rules of the store apply wherever nothing else is set; others are refused with both values."""
+    root = tmp_path / "store"
+    create_store(root, settings=settings({"chunker": {"rules": "tar,media"}})).close()
+    body = json.loads((root / chunking_record.NAME).read_bytes())
+    assert (body["format_version"], body["chunker"]["rules"]) == (2, "media,tar")
+    with open_store(root, settings=Settings()) as store:
+        assert store.settings.chunker.rules == "media,tar"
+    with (
+        open_store(root, settings=settings({"chunker": {"rules": "all"}})) as store,
+        pytest.raises(
+            ConfigError, match=r"rules media,compressed.*: this store is written with chunker.rules media,tar"
+        ),
+    ):
+        store.put("k", CONTENT)
+
+
+def test_record_without_rules_is_that_of_older_releases(root: Path) -> None:
+    """Version 1 and four settings: releases without rules go on writing to such a store."""
+    body = json.loads((root / chunking_record.NAME).read_bytes())
+    assert body["format_version"] == 1
+    assert sorted(body["chunker"]) == ["algorithm", "max_bytes", "min_bytes", "target_bytes"]

@@ -277,10 +277,11 @@ class FileCopies:
                 return
 
     def _chunks(self, path: Path) -> Iterator[tuple[bytes, U8]]:
-        from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+        from nearkin_chunker import BlobRun, ChunkerStage, CutState, FrameRuns
         from nearkin_shared.pipeline.stage import LookupResults
 
         stage, carry = ChunkerStage(self._settings, self._fingerprinter), b""
+        state: CutState | None = None
         try:
             with path.open("rb") as file:
                 while True:
@@ -289,7 +290,7 @@ class FileCopies:
                     final = len(data) < ARENA_BYTES
                     if not len(arena):
                         return
-                    cut = stage.decide(FrameRuns(arena, (BlobRun(0, 0, len(arena), final),)), LookupResults())
+                    cut = stage.decide(FrameRuns(arena, (BlobRun(0, 0, len(arena), final),), state), LookupResults())
                     segments = cut.segments
                     ends = segments.offsets + segments.lengths
                     for row in np.flatnonzero(~segments.zero).tolist():
@@ -297,7 +298,7 @@ class FileCopies:
                         yield segments.names[row].tobytes(), arena[start:stop].copy()
                     if final:
                         return
-                    carry = arena[cut.consumed :].tobytes()
+                    carry, state = arena[cut.consumed :].tobytes(), cut.state
         except OSError as err:
             raise SourceFailed(f"{path}: {err.strerror}") from err
 

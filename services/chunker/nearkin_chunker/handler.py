@@ -1,7 +1,11 @@
 """Cut the frames of Kafka messages into segments.
 
-The state of a blob is (blob id, position, next sequence): bytes before `position` were sent as `sequence` segments. The
-states of open blobs are stored with the committed offset, which is that of the first frame that any of them needs.
+The state of a blob is (blob id, position, next sequence): bytes before `position` were sent as `sequence` segments;
+with `chunker.rules` also how to go on at `position`. The states of open blobs are stored with the committed offset,
+which is that of the first frame that any of them needs.
+
+    without chunker.rules   state ...        32 bytes each
+    with                    2 | state ...    58 bytes each
 
 Invariant: after a crash, cutting resumes at a segment's start, so that the same segments result.
 """
@@ -13,13 +17,15 @@ import binascii
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from struct import Struct
 
 import numpy as np
 
-from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_chunker import BlobRun, ChunkerStage, CutState, FrameRuns
+from nearkin_chunker.cut_state import ENCODED_BYTES, START, decode_state
+from nearkin_shared.config.reduction import NO_RULES
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError
 from nearkin_shared.formats.message import CHUNKS_MAX, SEGMENTS_MAX, End, Envelope, Frame, Segments, encode
@@ -40,6 +46,11 @@ _log = logging.getLogger("nearkin.chunker")
 _STATE = Struct("<16sQQ")
 STATES_MAX = 90
 """Open blobs whose state fits into a commit's 4096 bytes of metadata; all others are read again from their start."""
+_WITH_CUT_STATE = b"\x02"
+_LONG_STATE = Struct(f"<16sQQ{ENCODED_BYTES}s")
+assert _LONG_STATE.size == 58
+LONG_STATES_MAX = 52
+"""The same with `chunker.rules`."""
 JOIN_BYTES_MAX = 8 * 1024 * 1024
 """Frames of one blob cut together: fewer calls, and the uncut tail is cut again less often."""
 OPEN_BLOBS_MAX = 4096
@@ -58,6 +69,15 @@ def check_messages_fit(settings: Settings) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Resumed:
+    """State of a blob that another worker has begun."""
+
+    position: int
+    sequence: int
+    cut_state: CutState | None = None
+
+
 @dataclass(slots=True)
 class _Open:
     """A blob whose end has not arrived."""
@@ -74,6 +94,13 @@ class _Open:
     frames: deque[tuple[int, int]] = field(default_factory=deque)
     """(offset, end position) of the frames that are not sent completely, and always of the last one."""
     last_seen: float = field(default_factory=time.monotonic)
+    cut_state: CutState | None = None
+    """How to go on at `position`, with `chunker.rules`."""
+
+    @property
+    def has_large_state(self) -> bool:
+        """Return whether the state is too large to be stored with an offset."""
+        return self.cut_state is not None and self.cut_state.encode() is None
 
     @property
     def end(self) -> int:
@@ -83,7 +110,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _Partition:
-    resumed: dict[bytes, tuple[int, int]]
+    resumed: dict[bytes, _Resumed]
     open: dict[bytes, _Open] = field(default_factory=dict)
     next_offset: int | None = None
 
@@ -98,6 +125,7 @@ class ChunkerHandler:
         check_messages_fit(settings)
         self._backlog = backlog
         self._settings = settings
+        self._ruled = settings.chunker.rules != NO_RULES
         self._stages: BoundedCache[str, ChunkerStage] = BoundedCache(stage_of, 256)
         self._outbox = outbox
         self._guard = RecordGuard(settings, "chunker", outbox, "segments")
@@ -164,7 +192,9 @@ class ChunkerHandler:
     def _reached(self, numbers: Iterable[int]) -> None:
         """Record the resume points of partitions, effective once all segments are acknowledged."""
         parts = {number: self._partitions[number] for number in numbers}
-        self._awaiting.batch({n: _resume_point(part) for n, part in parts.items() if part.next_offset is not None})
+        self._awaiting.batch(
+            {n: _resume_point(part, self._ruled) for n, part in parts.items() if part.next_offset is not None}
+        )
 
     def close(self) -> None:  # noqa: D102
         self._outbox.close()
@@ -177,8 +207,8 @@ class ChunkerHandler:
         if blob is None:
             state = part.resumed.pop(envelope.blob, None)
             if state is not None:
-                position, sequence = state
-                blob = _Open(envelope, position, sequence, record.offset if envelope.position == 0 else None)
+                first = record.offset if envelope.position == 0 else None
+                blob = _Open(envelope, state.position, state.sequence, first, cut_state=state.cut_state)
             elif envelope.position == 0:
                 blob = _Open(envelope, 0, 0, record.offset)
             else:
@@ -207,8 +237,8 @@ class ChunkerHandler:
             state = part.resumed.pop(end.envelope.blob, None)
             if state is None and end.envelope.position:
                 return  # read again; the blob has ended before
-            position, sequence = state or (0, 0)
-            blob = _Open(end.envelope, position, sequence, record.offset)
+            state = state or _Resumed(0, 0)
+            blob = _Open(end.envelope, state.position, state.sequence, record.offset, cut_state=state.cut_state)
         elif not self._guard.belongs(record, end.envelope, blob.envelope):
             return
         if end.failure is None and end.size_bytes != blob.end:
@@ -235,7 +265,8 @@ class ChunkerHandler:
         parts = [blob.carry, *blob.waiting] if len(blob.carry) else blob.waiting
         payload = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.uint8), *parts])
         runs = (BlobRun(0, 0, len(payload), final),)
-        chunked = self._stages[blob.envelope.tenant].decide(FrameRuns(payload, runs), LookupResults())
+        frames = FrameRuns(payload, runs, blob.cut_state)
+        chunked = self._stages[blob.envelope.tenant].decide(frames, LookupResults())
         position, sequence = blob.position, blob.sequence
         for batch in split_segments(chunked.segments, self._settings.features.super_features):
             envelope = replace(blob.envelope, position=position, sequence=sequence)
@@ -246,7 +277,7 @@ class ChunkerHandler:
         consumed = position - blob.position
         blob.carry = payload[consumed:].copy()  # a view would keep the whole frame in memory
         blob.waiting, blob.waiting_bytes = [], 0
-        blob.position, blob.sequence = position, sequence
+        blob.position, blob.sequence, blob.cut_state = position, sequence, chunked.state
         while len(blob.frames) > 1 and blob.frames[0][1] <= position:
             blob.frames.popleft()
 
@@ -293,31 +324,54 @@ def _segments(batch: SegmentBatch, start: int, stop: int) -> SegmentBatch:
     )
 
 
-def _resume_point(part: _Partition) -> tuple[int, str]:
+def _resume_point(part: _Partition, ruled: bool) -> tuple[int, str]:
     """Return (offset, metadata): where to resume after a crash, and the open blobs' states."""
     assert part.next_offset is not None
     # Blobs whose first frame is out of reach need their state: open ones, and those of the previous owner whose next
-    # frame has not arrived; together no more than it left. All others can be cut again from their start.
+    # frame has not arrived; together no more than it left. All others can be cut again from their start, as must those
+    # whose cut state is too large.
     lost = [blob for blob in part.open.values() if blob.first_offset is None]
     within = sorted(
-        (blob.first_offset, blob.envelope.blob) for blob in part.open.values() if blob.first_offset is not None
+        ((blob.first_offset, blob.envelope.blob) for blob in part.open.values() if blob.first_offset is not None),
+        key=lambda entry: (part.open[entry[1]].has_large_state, entry),
     )
-    room = max(0, STATES_MAX - len(lost) - len(part.resumed))
+    room = max(0, (LONG_STATES_MAX if ruled else STATES_MAX) - len(lost) - len(part.resumed))
+    room = min(room, sum(not part.open[blob].has_large_state for _, blob in within))
     listed = [*lost, *(part.open[blob] for _, blob in within[:room])]
     needed = [blob.frames[0][0] for blob in listed if blob.frames]
     needed += [offset for offset, _ in within[room:]]
-    states = [_STATE.pack(blob.envelope.blob, blob.position, blob.sequence) for blob in listed]
-    states += [_STATE.pack(blob, *state) for blob, state in part.resumed.items()]
-    assert len(states) <= STATES_MAX, len(states)
-    return min([part.next_offset, *needed]), base64.b64encode(b"".join(states)).decode()
+    states = {blob.envelope.blob: _Resumed(blob.position, blob.sequence, blob.cut_state) for blob in listed}
+    return min([part.next_offset, *needed]), _encode_states({**states, **part.resumed}, ruled)
 
 
-def _resume_states(metadata: str) -> dict[bytes, tuple[int, int]]:
+def _encode_states(states: Mapping[bytes, _Resumed], ruled: bool) -> str:
+    """Return states as the metadata of a commit.
+
+    More states than fit with their cuts were written by a worker without `chunker.rules`: they keep their form.
+    """
+    if not ruled or len(states) > LONG_STATES_MAX:
+        assert len(states) <= STATES_MAX, len(states)
+        packed = [_STATE.pack(blob, state.position, state.sequence) for blob, state in states.items()]
+        return base64.b64encode(b"".join(packed)).decode()
+    packed = [_WITH_CUT_STATE]
+    for blob, state in states.items():
+        cut_state = (state.cut_state or START).encode()
+        assert cut_state is not None  # a blob with a large state is cut again from its start
+        packed.append(_LONG_STATE.pack(blob, state.position, state.sequence, cut_state))
+    return base64.b64encode(b"".join(packed)).decode()
+
+
+def _resume_states(metadata: str) -> dict[bytes, _Resumed]:
     """Return the states in a commit's metadata; none if it does not parse."""
     try:
         data = base64.b64decode(metadata, validate=True)
+        if data[:1] == _WITH_CUT_STATE and len(data) % _LONG_STATE.size == 1:
+            entries = list(_LONG_STATE.iter_unpack(data[1:]))
+            if len(entries) > LONG_STATES_MAX:
+                return {}
+            return {blob: _Resumed(at, sequence, decode_state(state)) for blob, at, sequence, state in entries}
     except (binascii.Error, ValueError):
         return {}
     if len(data) % _STATE.size or len(data) > STATES_MAX * _STATE.size:
         return {}
-    return {blob: (position, sequence) for blob, position, sequence in _STATE.iter_unpack(data)}
+    return {blob: _Resumed(at, sequence) for blob, at, sequence in _STATE.iter_unpack(data)}

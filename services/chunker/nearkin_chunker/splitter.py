@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns, SegmentCutter
+from nearkin_chunker import BlobRun, ChunkerStage, CutState, FrameRuns, SegmentCutter
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.limits import SEGMENT_BYTES_MAX
@@ -82,6 +82,8 @@ class Cutter:
         self._open_runs: list[BlobRun] = []
         """Runs of the carried bytes, counted from the first of these."""
         self._cutting: SegmentCutter | None = None
+        self._state: CutState | None = None
+        """State at the first of the carried bytes."""
 
     def cut(self, filled: FilledArena) -> None:
         """Cut the new bytes; pass on the complete segments of a full arena."""
@@ -90,7 +92,7 @@ class Cutter:
         if self._cutting is None:
             assert self._carried <= CARRY_BYTES_MAX <= first.start, self._carried
             arena[start : first.start] = self._carry[: self._carried]
-            self._cutting = SegmentCutter(self._stage, start)
+            self._cutting = SegmentCutter(self._stage, start, self._state)
         runs = (*self._carried_runs(first), *others)
         last = runs[-1]
         with counters.STAGE_SECONDS.time("chunker"):
@@ -98,8 +100,8 @@ class Cutter:
             if not filled.full:
                 return
             chunked = self._cutting.finish()
-        self._cutting = None
         self._carry_on(arena, runs, chunked.consumed)
+        self._cutting = None
         if chunked.segments.segments:
             self._pass_on_container(chunked.segments)
         else:
@@ -118,7 +120,7 @@ class Cutter:
     def _carry_on(self, arena: U8, runs: Sequence[BlobRun], consumed: int) -> None:
         """Keep the bytes of the last, unfinished segment, and where its chunks must end."""
         last = runs[-1]
-        self._open_runs = []
+        self._open_runs, self._state = [], None
         if last.final and last.ends_segment:
             self._carried = 0
             return
@@ -127,6 +129,8 @@ class Cutter:
             first -= 1
         start = max(consumed, runs[first].start)
         self._carried = last.stop - start
+        assert self._cutting is not None
+        self._state = self._cutting.state_at(start)
         self._carry[: self._carried] = arena[start : last.stop]
         self._open_runs = [
             replace(run, start=max(run.start, start) - start, stop=run.stop - start)

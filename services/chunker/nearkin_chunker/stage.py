@@ -12,6 +12,9 @@ from __future__ import annotations
 import numpy as np
 
 from nearkin_chunker.chunking_algorithms import chunker
+from nearkin_chunker.content_cutter import ContentCutter
+from nearkin_chunker.cut_state import CutState
+from nearkin_shared.config.reduction import NO_RULES
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.limits import MIB, SEGMENT_BYTES_MAX
@@ -48,6 +51,8 @@ class FrameRuns:
 
     payload: U8
     runs: tuple[BlobRun, ...]
+    state: CutState | None = None
+    """State at the start of the first run, if it goes on within an item."""
 
 
 @frozen
@@ -56,6 +61,8 @@ class ChunkedRuns:
 
     segments: SegmentBatch
     consumed: int
+    state: CutState | None = None
+    """State at `consumed`; None without `chunker.rules`."""
 
 
 class ChunkerStage:
@@ -65,15 +72,21 @@ class ChunkerStage:
 
     def __init__(self, settings: Settings, fingerprinter: Fingerprinter) -> None:
         self.cut = chunker(settings.chunker, SEGMENT_BYTES_MAX)
+        rules = settings.chunker.rules
+        self.rules = frozenset(rules.split(",")) if rules != NO_RULES else None
         self.fingerprinter = fingerprinter
 
     def reads(self, batch: FrameRuns, facts: LookupResults) -> LookupRequest | None:
         """Return None: cut points depend on the bytes alone."""
         return None
 
+    def content_cutter(self, offset: int, state: CutState | None) -> ContentCutter | None:
+        """Return a cutter by kinds of content; None without `chunker.rules`."""
+        return None if self.rules is None else ContentCutter(self.rules, self.cut, offset, state)
+
     def decide(self, batch: FrameRuns, facts: LookupResults) -> ChunkedRuns:
         """Return all segments that no later byte can change."""
-        cutting = SegmentCutter(self, batch.runs[0].start if batch.runs else 0)
+        cutting = SegmentCutter(self, batch.runs[0].start if batch.runs else 0, batch.state)
         cutting.extend(batch)
         return cutting.finish()
 
@@ -81,14 +94,16 @@ class ChunkerStage:
 class SegmentCutter:
     """Cuts and fingerprints a growing payload, as if it were complete."""
 
-    def __init__(self, stage: ChunkerStage, start: int) -> None:
-        """`start`: offset of the first run."""
+    def __init__(self, stage: ChunkerStage, start: int, state: CutState | None = None) -> None:
+        """`start`: offset of the first run; `state`: there, from `state_at` of the cutter before."""
         self._stage = stage
+        self._content = stage.content_cutter(start, state)
         self._start = start
         self._batch = FrameRuns(np.zeros(0, np.uint8), ())
         self._counts = list[int]()
         self._parts = [_NO_CHUNKS]
         self._unnamed = [_NO_CHUNKS[0]]
+        self._kinds: list[U8] = []
         self._named = self._cut = start
         """Offsets up to which the payload is fingerprinted, and cut."""
 
@@ -102,7 +117,7 @@ class SegmentCutter:
             stop, reach = self._cut, STEP_BYTES
             while stop < run.stop:
                 stop = min(self._cut + reach, run.stop)
-                lengths = self._stage.cut(batch.payload[self._cut : stop], run.final and stop == run.stop)
+                lengths = self._cut_item(batch.payload[self._cut : stop], run.final and stop == run.stop)
                 cut_bytes = int(lengths.sum(dtype=np.uint64))
                 reach = STEP_BYTES if cut_bytes else 2 * reach
                 self._counts[number] += len(lengths)
@@ -110,6 +125,20 @@ class SegmentCutter:
                 self._cut += cut_bytes
                 if self._cut - self._named > STEP_BYTES // 2:
                     self._name()
+            if run.final and self._content is not None:
+                self._content.end_item()
+
+    def _cut_item(self, data: U8, final: bool) -> U32:
+        """Return the lengths of the certain chunks at the start of `data`."""
+        if self._content is None:
+            return self._stage.cut(data, final)
+        lengths, kinds = self._content.cut(data, final)
+        self._kinds.append(kinds)
+        return lengths
+
+    def state_at(self, offset: int) -> CutState | None:
+        """Return the state at the start of a chunk; None without `chunker.rules`."""
+        return None if self._content is None else self._content.state_at(offset)
 
     def finish(self) -> ChunkedRuns:
         """Return the complete segments of the payload."""
@@ -138,6 +167,7 @@ class SegmentCutter:
             chunk += int(bounds[-1])
         chunk_bounds = np.concatenate([np.zeros(1, np.uint32), *parts]).astype(np.uint32)
         kept = int(chunk_bounds[-1])
+        consumed = int(offsets[kept - 1]) + int(lengths[kept - 1]) if kept else self._start
         return ChunkedRuns(
             SegmentBatch(
                 payload,
@@ -149,7 +179,8 @@ class SegmentCutter:
                 np.concatenate(blobs) if blobs else np.zeros(0, np.uint32),
                 fingerprinter.name_segments(names[:kept], chunk_bounds),
             ),
-            int(offsets[kept - 1]) + int(lengths[kept - 1]) if kept else self._start,
+            consumed,
+            self.state_at(consumed),
         )
 
     def _name(self) -> None:

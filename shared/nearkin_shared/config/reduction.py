@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from nearkin_shared.config.validators import FORBID_OTHERS, NameChoice, NumberRange, SizeRange
+from nearkin_shared.config.validators import FORBID_OTHERS, NameChoice, NameList, NumberRange, SizeRange
 from nearkin_shared.limits import DEPTH_MAX, GIB, KIB, MIB, SEGMENT_BYTES_MAX
 from nearkin_shared.utils.frozen import held
 
 CHUNKERS = ("fastcdc", "leastcdc", "rabin", "inck", "fixed", "whole")
 FEATURES = ("finesse", "ntransform", "odess", "none")
 BASE_POLICIES = ("first-fit", "locality", "locality+first-fit")
+OTHER = "other"
+KINDS = (OTHER, "media", "compressed", "encrypted", "database", "tar", "safetensors")
+"""Kinds of content; `other`: everything without a rule. States of the chunker service name a kind by its position."""
+RULED_KINDS = KINDS[1:]
+NO_RULES = "none"
+"""`chunker.rules` without a rule for any kind of content."""
 DELTA_CODECS = ("xdelta3", "patch", "none")
 
 
@@ -31,6 +37,8 @@ class ChunkerSettings:
     """Approximate mean size of a chunk. Smaller chunks find more duplicates and need more metadata."""
     max_bytes: Annotated[int, SizeRange(64, SEGMENT_BYTES_MAX)] = 64 * KIB
     """Maximum size of a chunk."""
+    rules: Annotated[str, NameList(RULED_KINDS)] = NO_RULES
+    """Kinds of content, found by the bytes alone, that are chunked by rules of their own: `none`, `all`, or a list."""
 
     def __post_init__(self) -> None:
         """Refuse bounds that are out of order."""

@@ -106,6 +106,8 @@ def _rule_of_type(rule: object) -> str | None:
     match rule:
         case validators.NameChoice():
             description = ", ".join(f"`{name}`" for name in rule.known)
+        case validators.NameList():
+            description = f"`none`, `all`, or a list of {', '.join(f'`{name}`' for name in rule.known)}"
         case validators.SizeRange():
             description = f"bytes, {format_units(rule.least)} to {format_units(rule.most)}"
         case validators.NumberRange():

@@ -82,6 +82,26 @@ class NameChoice(Rule):
         return value
 
 
+@frozen
+class NameList(Rule):
+    """Names of a fixed list in its order, with commas; `none` or `all`."""
+
+    known: tuple[str, ...]
+
+    def check(self, value: str) -> str:
+        """Return the names in the order of the list, each once. Raises InvalidValue."""
+        names = [name.strip() for name in value.split(",")]
+        if names == ["none"]:
+            return "none"
+        if names == ["all"]:
+            return ",".join(self.known)
+        if unknown := next((name for name in names if name not in self.known), None):
+            raise InvalidValue(f'"{unknown:.40}": want none, all, or a list of {", ".join(self.known)}')
+        if "" in names:
+            raise InvalidValue(f"an empty name: want none, all, or a list of {', '.join(self.known)}")
+        return ",".join(name for name in self.known if name in names)
+
+
 class _Number(Rule):
     """A number; True and False are refused, which pydantic counts as 1 and 0."""
 

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.plain import make_plain_settings
-from nearkin_shared.config.reduction import ChunkerSettings
+from nearkin_shared.config.reduction import NO_RULES, ChunkerSettings
 from nearkin_shared.config.settings import PROFILES, Settings
 from nearkin_shared.errors import ConfigError, Corrupt, FormatTooNew, NotFound, PermanentError
 from nearkin_shared.formats.record_authentication import check_json_mac, mac_of_json
@@ -30,7 +30,9 @@ from nearkin_shared.utils.frozen import frozen
 
 NAME = "chunking.json"
 FORMAT = "nearkin-chunking"
-VERSION = 1
+VERSION = 2
+VERSION_WITHOUT_RULES = 1
+"""Written where `chunker.rules` is `none`, so that releases without that setting read the record."""
 BYTES_MAX = 64 * 1024
 NAMES = ("profile", *(f"chunker.{setting.name}" for setting in fields(ChunkerSettings)))
 """Names of the recorded settings."""
@@ -56,7 +58,17 @@ def record_of(settings: Settings) -> ChunkingRecord:
 
 def encode_record(record: ChunkingRecord, mac_key: bytes | None) -> bytes:
     """Encode a record as JSON with a MAC and a check; without a key it has no MAC."""
-    body: dict[str, object] = {"format": FORMAT, "format_version": VERSION, **asdict(record)}
+    chunker = asdict(record.chunker)
+    version = VERSION
+    if chunker["rules"] == NO_RULES:
+        version = VERSION_WITHOUT_RULES
+        del chunker["rules"]
+    body: dict[str, object] = {
+        "format": FORMAT,
+        "format_version": version,
+        "profile": record.profile,
+        "chunker": chunker,
+    }
     if mac_key is not None:
         body["mac"] = mac_of_json(body, mac_key)
     return json.dumps({**body, "check": _check(body)}, indent=1).encode()
@@ -70,13 +82,13 @@ def decode_record(data: bytes, name: str, mac_key: bytes | None) -> ChunkingReco
         body = json.loads(data)
         if body.pop("check") != _check(body) or body["format"] != FORMAT:
             raise ValueError("its check fails")  # noqa: TRY301
-        if body["format_version"] != VERSION:
+        if body["format_version"] not in (VERSION_WITHOUT_RULES, VERSION):
             raise FormatTooNew(
                 f"{name}: format {body['format_version']}; this Nearkin reads up to {VERSION}: upgrade Nearkin"
             )
         if mac_key is not None:
             check_json_mac(body, mac_key, name)
-        return ChunkingRecord(_text(body["profile"]), _chunker(body["chunker"]))
+        return ChunkingRecord(_text(body["profile"]), _chunker(body["chunker"], body["format_version"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise Corrupt(f"{name}: not a record of chunker settings: {err}; restore it from a copy") from err
 
@@ -270,12 +282,14 @@ def _text(value: object) -> str:
     return value
 
 
-def _chunker(value: object) -> ChunkerSettings:
+def _chunker(value: object, version: int) -> ChunkerSettings:
     """Decode chunker settings, with a check of their types. Raises ValueError.
 
     Their bounds are checked by the settings.
     """
     defaults = asdict(ChunkerSettings())
+    if isinstance(value, dict) and version == VERSION_WITHOUT_RULES and "rules" not in value:
+        value = {**value, "rules": NO_RULES}
     if not isinstance(value, dict) or value.keys() != defaults.keys():
         raise ValueError("unknown or missing chunker settings")
     for name, default in defaults.items():

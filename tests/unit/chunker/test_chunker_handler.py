@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nearkin.lab.generated_data import text_like
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
 from nearkin_chunker.handler import STATES_MAX, ChunkerHandler, check_messages_fit, split_segments
 from nearkin_shared.config.loader import with_changes
@@ -22,6 +25,7 @@ from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.lag import Backlog
 from nearkin_shared.kafka.offset_tracker import PartitionOffsets
 from nearkin_shared.pipeline.stage import LookupResults
+from tests.support.data import content_samples as samples
 
 SETTINGS = with_changes(Settings(), {"kafka": {"upload_idle_seconds": 1}})
 NAMER = Fingerprinter(b"s" * 32, "t")
@@ -94,9 +98,9 @@ def frames(blob: bytes, data: bytes, sizes: Sequence[int], end: bool = True) -> 
     return found
 
 
-def in_one_piece(data: bytes) -> list[bytes]:
+def in_one_piece(data: bytes, chosen: Settings = SETTINGS) -> list[bytes]:
     payload = np.frombuffer(data, np.uint8)
-    stage = ChunkerStage(SETTINGS, NAMER)
+    stage = ChunkerStage(chosen, NAMER)
     batch = stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(data), True),)), LookupResults()).segments
     return [row.tobytes() for row in batch.segment_ids]
 
@@ -122,6 +126,17 @@ def segments_and_ends(outbox: Kept) -> tuple[dict[bytes, dict[int, bytes]], dict
     return segments, ends
 
 
+RULED = with_changes(SETTINGS, {"chunker": {"rules": "all"}})
+KINDS_OF_CONTENT = {
+    "media": samples.jpeg(2_000_000),
+    "film": samples.mp4(2_500_000, 1_100_000),
+    "tar": samples.tar_file(
+        {f"{number}": samples.jpeg(1 + number**3, number) for number in range(70)} | {"text": text_like(300_000, 1)}
+    ),
+    "weights": samples.safetensors_file({f"{number}": samples.jpeg(200_000, number) for number in range(7)}),
+    "pages": samples.postgres_file(200),
+    "text": text_like(700_000, 2),
+}
 RANDOM = np.random.default_rng(5).integers(0, 256, 3_000_000, np.uint8).tobytes()
 
 
@@ -169,6 +184,68 @@ def test_blob_with_crashes_is_cut_as_one_piece(data: st.DataObject) -> None:
         assert ends[blob].segments == len(expected)
         assert [segments.get(blob, {})[sequence] for sequence in range(len(expected))] == expected
     assert all(final == len(log) for _, final, _ in worker.committable())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ruled_blobs_with_crashes_are_cut_as_one_piece(seed: int) -> None:
+    """A worker that takes over goes on in the middle of a tar, a film or a database."""
+    draw = random.Random(seed)
+    names = draw.sample(sorted(KINDS_OF_CONTENT), 3)
+    blobs = {bytes([number]) * 16: KINDS_OF_CONTENT[name] for number, name in enumerate(names)}
+    log, queues = list[bytes](), []
+    for blob, content in blobs.items():
+        sizes = list[int]()
+        while sum(sizes) < len(content):
+            sizes.append(draw.choice([1000, 65_536, 300_000, 921_600]))
+        queues.append(frames(blob, content, sizes))
+    while any(queues):
+        log.append(draw.choice([queue for queue in queues if queue]).pop(0))
+    outbox, position, metadata = Kept(), 0, ""
+    worker = handler(outbox, RULED)
+    worker.on_assigned(0, metadata)
+    deaths = 6
+    while position < len(log):
+        stop = min(position + draw.randint(1, 6), len(log))
+        worker.handle([record(offset, log[offset]) for offset in range(position, stop)])
+        position = stop
+        if deaths and draw.random() < 0.4:
+            deaths -= 1
+            ((_, position, metadata),) = worker.committable()
+            assert len(metadata) <= 4096
+            worker = handler(outbox, RULED)
+            worker.on_assigned(0, metadata)
+    segments, ends = segments_and_ends(outbox)
+    for blob, content in blobs.items():
+        assert ends[blob].failure is None
+        assert list(segments[blob].values()) == in_one_piece(content, RULED)
+
+
+def test_ruled_open_blobs_beyond_commit_are_read_again() -> None:
+    """States with cuts are longer: fewer fit, and states of a worker without rules keep their form."""
+    blobs = [number.to_bytes(16, "big") for number in range(STATES_MAX)]
+    halves = [frames(blob, RANDOM[:400_000], [200_000, 200_000]) for blob in blobs]
+    for before in (SETTINGS, RULED):
+        first, outbox = handler(Kept(), before), Kept()
+        first.on_assigned(0, "")
+        first.handle([record(offset, one[0]) for offset, one in enumerate(halves)])
+        ((_, offset, metadata),) = first.committable()
+        assert len(metadata) <= 4096
+        log = [frame for one in zip(*halves, strict=True) for frame in one]
+        for _ in range(2):  # the second worker dies before it has read anything new
+            worker = handler(outbox, RULED)
+            worker.on_assigned(0, metadata)
+            worker.handle([record(number, log[number]) for number in range(offset, len(blobs))])
+            ((_, offset, metadata),) = worker.committable()
+            assert len(metadata) <= 4096
+        worker.handle([record(number, log[number]) for number in range(len(blobs), len(log))])
+        assert all(end.failure is None for end in segments_and_ends(outbox)[1].values())
+
+
+@pytest.mark.parametrize("damaged", ["\x02", "\x02" + "a" * 57, "\x02" + "a" * 59, "\x02" + "\x80" * 58])
+def test_damaged_states_are_ignored(damaged: str) -> None:
+    worker = handler(Kept(), RULED)
+    worker.on_assigned(0, base64.b64encode(damaged.encode("latin-1")).decode())
+    assert worker._partitions[0].resumed == {}
 
 
 def test_stopped_upload_ends_as_failed() -> None:

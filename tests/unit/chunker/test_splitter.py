@@ -11,6 +11,7 @@ from nearkin_chunker.splitter import CARRY_BYTES_MAX, Arenas, Cutter, FilledAren
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.pipeline.stage import LookupResults
 from nearkin_shared.types import U8, SegmentBatch
+from tests.support.data import content_samples as samples
 from tests.support.data.stores import settings
 
 FINGERPRINTER = Fingerprinter(bytes(range(32)), "tenant")
@@ -67,6 +68,22 @@ def test_batches_give_segments_of_the_whole_blob(algorithm: str, piece_bytes: in
     assert {number: sum(len(c) for n, _, c in found if n == number) for number in range(6)} == {
         number: len(blob) for number, blob in enumerate(blobs)
     }
+
+
+@pytest.mark.parametrize("piece_bytes", [BATCH_BYTES, 700_001, 100_000])
+def test_batches_with_rules_give_segments_of_the_whole_blob(piece_bytes: int) -> None:
+    """Kinds that are found in one batch are known in the next."""
+    chosen = settings({"chunker": {"rules": "all"}, "runner": {"batch_bytes": BATCH_BYTES}})
+    members = {"a": samples.jpeg(1_900_001), "b": text_like(70_000, 4), "c": b"c", "d": random_bytes(3_000_000, 5)}
+    weights = samples.safetensors_file({f"layer.{number}": random_bytes(700_000, number) for number in range(6)})
+    blobs = [samples.jpeg(5_000_000), b"", samples.tar_file(members), weights, samples.postgres_file(400), b"x"]
+    arenas, found = Arenas(BATCH_BYTES), list[tuple[int, bytes, bytes]]()
+    fed(Cutter(chosen, FINGERPRINTER, arenas, lambda batch: found.extend(listed(batch))), arenas, blobs, piece_bytes)
+    expected, stage = [], ChunkerStage(chosen, FINGERPRINTER)
+    for number, blob in enumerate(blobs):
+        runs = FrameRuns(np.frombuffer(blob, np.uint8), (BlobRun(number, 0, len(blob), True),))
+        expected += listed(stage.decide(runs, LookupResults()).segments)
+    assert found == expected
 
 
 @pytest.mark.parametrize("batch_bytes", [BATCH_BYTES, 3_333_333])
