@@ -64,13 +64,17 @@ GATHERING: Mapping[str, Mapping[str, object]] = {
 """Base chains are short, so that GC runs gather the changes of a few versions."""
 
 
-@lru_cache(64)
+@lru_cache(128)
 def content(number: int) -> bytes:
-    """Return the bytes that a number denotes: a family's first content after `number // FAMILIES` edits."""
-    family, edits = number % FAMILIES, number // FAMILIES
+    """Return the bytes that a number denotes: those of the family's previous number after some edits.
+
+    Changes accumulate, as in a history: otherwise no merged block would save bytes, and GC runs would never merge.
+    """
+    family, generation = number % FAMILIES, number // FAMILIES
+    if generation:
+        return mutate(content(number - FAMILIES), number, edits=8 + generation % 40)
     sizes = (180_000, 90_000, 4_000)
-    first = (text_like, random_bytes, text_like)[family](sizes[family], family)
-    return mutate(first, number, edits=1 + edits % 40) if edits else first
+    return (text_like, random_bytes, text_like)[family](sizes[family], family)
 
 
 def work(
