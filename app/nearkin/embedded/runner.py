@@ -14,7 +14,7 @@ and the caller's thread cuts and waits for it (ADR 5).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from itertools import pairwise
@@ -65,13 +65,14 @@ from nearkin_shared.utils.memory import large_from_system, one_heap
 from nearkin_shared.utils.thread_pool import ThreadPool, cores
 
 VERSION_RACES_MAX = 1000
-CHECKPOINT_WRITE_BYTES = 1 << 20
 GROUP_BLOBS_MAX = 4096
 """So many blobs share a commit at most; each is a file to write and sync."""
 PUBLISHED_ENTRIES = 1 << 14
 """Containers are published together once they bring so many entries, or with a commit: each time a transaction is
 synced, and the first run of each table written again. No more of them wait in memory than of one large container."""
 MANIFEST_THREADS = 8
+COMMIT_CONTAINERS = 1
+"""Finished containers that wait for the commit thread: each takes 4 to 16 MB."""
 QUEUE_BATCHES = 0
 """Batches that wait between two threads: each takes memory, and one gains no time (docs/adr/0005)."""
 """Syncs of a group's manifests wait side by side: 5,000 small files took 17 s one after another."""
@@ -167,7 +168,7 @@ class EmbeddedWriter:
         """Versions whose manifests are being written: one of them may refer to what was `_written`."""
         self._stored = Ledger()
         self._reported = Ledger()
-        self._committer: Worker[FinishedContainer | _Commit] = Worker("commit", self._commit, 2)
+        self._committer: Worker[FinishedContainer | _Commit] = Worker("commit", self._commit, COMMIT_CONTAINERS)
         self._reducer: Worker[SegmentBatch | _Commit] = Worker("reduce", self._reduce, QUEUE_BATCHES, serial=alone)
         self._chunks = Cutter(settings, fingerprinter, self._arenas, self._reducer.put)
         self._cutter: InlineWorker[FilledArena | _Commit] | Worker[FilledArena | _Commit] = (
@@ -237,16 +238,22 @@ class EmbeddedWriter:
         blob.size_bytes += size_bytes
         blob.ledger += Ledger(logical_bytes=size_bytes)
 
-    def checkpoint(self, blob: BlobTransfer, key: str, metadata: Mapping[str, str], end: bytes, digest: bytes) -> None:
-        """Commit what the tree in transfer has so far, followed by `end`, as a version of `key`."""
+    def checkpoint(
+        self, blob: BlobTransfer, key: str, metadata: Mapping[str, str], end: Iterable[bytes], digest: bytes
+    ) -> None:
+        """Commit what the tree in transfer has so far, followed by the parts of `end`, as a version of `key`.
+
+        A chunk ends after each part, as in the complete tree.
+        """
         self.end_chunk(ends_segment=True)
         copy = self._register(key, metadata, None)
         copy.is_tree, copy.tree_digest = True, digest
         copy.prefix = (blob, blob.fresh_bytes, len(blob.spliced))
         open_run = self._runs.pop()
         self._runs.append(BlobRun(copy.number, open_run.start, open_run.stop, False))
-        for start in range(0, len(end), CHECKPOINT_WRITE_BYTES):
-            self.write(copy, end[start : start + CHECKPOINT_WRITE_BYTES])
+        for part in end:
+            self.write(copy, part)
+            self.end_chunk()
         copy.size_bytes += blob.size_bytes
         run = self._runs[-1]
         self._runs[-1] = BlobRun(run.blob, run.start, run.stop, True)

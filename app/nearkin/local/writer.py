@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from nearkin.local.failed_puts import FailedPutCleaner
 from nearkin.local.index_lifecycle import LocalIndex
-from nearkin.local.source_feed import PutItem, feed
+from nearkin.local.source_feed import PutItem, TreeSource, feed
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NearkinError, PermanentError, StoreLocked
 from nearkin_shared.fingerprints import Fingerprinter
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 GC_MEMORY_BYTES = 48 * MIB
 """Bound of decoded blocks cached for puts and restores while a GC run writes, which caches twice as many itself."""
+TREE_CACHE_BYTES = 32 * MIB
+"""Bound of decoded blocks cached while a tree is put: a backup of a machine should take at most 300 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,8 @@ class LocalPuts:
             for item in items:
                 check_user_key(item.key)
                 check_metadata(item.metadata)
+                if isinstance(item.source, TreeSource):
+                    self._containers.blocks.bound(min(int(settings.base.cache_bytes), TREE_CACHE_BYTES))
                 waiting.append(feed(writer, item, progress))
                 if waiting[0].done():
                     yield from (_outcome(done) for done in waiting if done.done())

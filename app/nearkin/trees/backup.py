@@ -33,6 +33,9 @@ RECENT_NS = 1_000_000_000
 CHECKPOINT_BYTES_MIN, CHECKPOINT_BYTES_MAX = 64 << 20, 8 << 30
 CHECKPOINT_SHARE = 20
 """A checkpoint comes after another 1/20 of what is stored, so that a run that dies repeats little."""
+CHECKPOINT_GROUPS_FACTOR = 4
+"""A checkpoint writes all entry groups so far: it comes after so many times their bytes at the earliest, so that the
+checkpoints of millions of tiny files do not take most of the time."""
 CHECKPOINT_SECONDS_MAX = 300.0
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _I64_MAX = (1 << 63) - 1
@@ -312,7 +315,8 @@ class TreeBackup(BackupWalk):
             return
         done, started = self._checkpoint_at
         fresh = self.counts.read_bytes - done
-        due = min(max(CHECKPOINT_BYTES_MIN, done // CHECKPOINT_SHARE), CHECKPOINT_BYTES_MAX)
+        written = CHECKPOINT_GROUPS_FACTOR * self._tree.group_bytes
+        due = min(max(CHECKPOINT_BYTES_MIN, done // CHECKPOINT_SHARE, written), CHECKPOINT_BYTES_MAX)
         if fresh < due and (not fresh or time.monotonic() - started < CHECKPOINT_SECONDS_MAX):
             return
         self._reused.flush()

@@ -5,6 +5,7 @@ Invariant: a sink passes on the bytes in the order in which they are written; bo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from nearkin_shared.errors import BadInput
@@ -41,8 +42,8 @@ class TreeSink(Protocol):
     def splice(self, segments: Locations, lengths: U32) -> None:
         """Append stored segments of these lengths."""
 
-    def checkpoint(self, key: str, metadata: dict[str, str], end: bytes, digest: bytes) -> None:
-        """Commit the bytes so far, followed by `end`, as a version of `key`."""
+    def checkpoint(self, key: str, metadata: dict[str, str], end: Iterable[bytes], digest: bytes) -> None:
+        """Commit the bytes so far, followed by the parts of `end`, as a version of `key`."""
 
 
 class StoreSink:
@@ -71,8 +72,8 @@ class StoreSink:
         """Append stored segments of these lengths."""
         self._writer.splice(self._blob, segments, lengths)
 
-    def checkpoint(self, key: str, metadata: dict[str, str], end: bytes, digest: bytes) -> None:
-        """Commit the bytes so far, followed by `end`, as a version of `key`."""
+    def checkpoint(self, key: str, metadata: dict[str, str], end: Iterable[bytes], digest: bytes) -> None:
+        """Commit the bytes so far, followed by the parts of `end`, as a version of `key`."""
         self._writer.checkpoint(self._blob, key, metadata, end, digest)
 
 
@@ -113,7 +114,7 @@ class StreamSink:
         """Refuse: a server takes no segments of earlier versions. Raises BadInput."""
         raise BadInput("segments of an earlier version cannot be taken over through a server")
 
-    def checkpoint(self, key: str, metadata: dict[str, str], end: bytes, digest: bytes) -> None:
+    def checkpoint(self, key: str, metadata: dict[str, str], end: Iterable[bytes], digest: bytes) -> None:
         """Refuse: a server takes no checkpoints. Raises BadInput."""
         raise BadInput("a checkpoint cannot be stored through a server")
 

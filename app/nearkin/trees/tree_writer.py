@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -84,6 +85,7 @@ class TreeWriter:
         self._rows: list[TreeEntry] = []
         self._groups: list[GroupInfo] = []
         self._blocks: list[bytes] = []
+        self._group_bytes = 0
         self._borders = FileBorders(sink)
         self._summary = TreeSummary(root=root, host=host)
         self._counts = {"entries": 0, "files": 0, "folders": 0, "size_bytes": 0}
@@ -94,6 +96,11 @@ class TreeWriter:
     def content_bytes(self) -> int:
         """Bytes of contents so far."""
         return self._sink.size_bytes
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of the entry groups so far, which a checkpoint writes."""
+        return self._group_bytes
 
     @property
     def entries(self) -> int:
@@ -167,7 +174,7 @@ class TreeWriter:
         if not self._groups:
             return
         end = self._end(unread)
-        self._sink.checkpoint(key, metadata, b"".join(self._plain_blocks()) + end, tree_digest(end))
+        self._sink.checkpoint(key, metadata, chain(self._plain_blocks(), [end]), tree_digest(end))
         self._borders = FileBorders(self._sink)
 
     def finish(self, unread: int) -> bytes:
@@ -211,6 +218,7 @@ class TreeWriter:
             GroupInfo(first.folder, first.name, len(rows), len(block), content_bytes, group_digest(block))
         )
         self._blocks.append(compress(block, 1))
+        self._group_bytes += len(block)
 
 
 def _sorted(names: dict[int, str]) -> dict[int, str]:

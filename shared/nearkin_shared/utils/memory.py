@@ -103,6 +103,28 @@ def give_back_free() -> None:
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
+def release_file_pages(file: tuple[int, int]) -> None:
+    """Release the resident pages of a file's shared mappings; the file stays cached.
+
+    Elsewhere than on Linux do nothing. `file`: device and inode. The mappings must exist until this returns: else other
+    memory may have their addresses.
+    """
+    with suppress(OSError, AttributeError):
+        madvise = ctypes.CDLL(None).madvise
+        with open("/proc/self/maps", "rb") as maps:
+            lines = maps.read().splitlines()
+        for line in lines:
+            addresses, permissions, _, device, inode = line.split(None, 5)[:5]
+            if int(inode) != file[1] or permissions[3:] != b"s":
+                continue
+            major, _, minor = device.partition(b":")
+            if os.makedev(int(major, 16), int(minor, 16)) != file[0]:
+                continue
+            start, _, end = addresses.partition(b"-")
+            first, last = int(start, 16), int(end, 16)
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(mapping.MADV_DONTNEED))
+
+
 def large_from_system() -> None:
     """Let glibc's malloc map each large allocation separately, in the whole process.
 

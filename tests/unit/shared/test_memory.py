@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import re
@@ -14,7 +15,7 @@ import pytest
 
 from nearkin_shared.limits import MIB
 from nearkin_shared.types import U8
-from nearkin_shared.utils.memory import CACHED_SECONDS_MAX, HUGE_BYTES, SMALL_BYTES, Mapper
+from nearkin_shared.utils.memory import CACHED_SECONDS_MAX, HUGE_BYTES, SMALL_BYTES, Mapper, release_file_pages
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 linux_only = pytest.mark.skipif(sys.platform != "linux" or not THP.exists(), reason="huge pages are Linux's")
@@ -154,3 +155,32 @@ def test_threads_share_one_heap_unless_configured(setting: str, set_by_user: str
         capture_output=True, text=True, check=True, env=environment,
     )  # fmt: skip
     assert (int(done.stdout) == 1) == bool(shared)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's list of mappings is Linux's")
+def test_released_pages_of_a_file_are_mapped_again_with_their_content(tmp_path: Path) -> None:
+    """Pages of another file's mapping stay."""
+    contents = [bytes([number]) * (4 * MIB) for number in (1, 2)]
+    mappings = []
+    for number, content in enumerate(contents):
+        path = tmp_path / str(number)
+        path.write_bytes(content)
+        with path.open("r+b") as file:
+            mappings.append((path, mmap.mmap(file.fileno(), 0)))
+    assert [mapped[:] for _, mapped in mappings] == contents
+    status = mappings[0][0].stat()
+    release_file_pages((status.st_dev, status.st_ino))
+    assert resident_bytes(mappings[0][0]) == 0
+    assert resident_bytes(mappings[1][0]) == 4 * MIB
+    assert [mapped[:] for _, mapped in mappings] == contents
+
+
+def resident_bytes(path: Path) -> int:
+    """Return how much of a file's mapping is resident."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"{path} is not mapped")

@@ -47,8 +47,11 @@ from nearkin_shared.index.lmdb.sorted_run_table import (
 )
 from nearkin_shared.index.lmdb.version_entries import PLAIN_NAMES, EntryNames
 from nearkin_shared.index.protocols import ContainerSummary
+from nearkin_shared.limits import MIB
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, Locations
 
+RESIDENT_BYTES_MAX = 16 * MIB
+"""Size of the file from which its resident pages are released after each publication."""
 VERSION = 6
 """Format of the index; the store rebuilds an index of an older one, as if it were lost.
 
@@ -157,6 +160,7 @@ class LmdbIndex(LmdbCatalog):
                 self._runs[table].add(txn, *entries.join)
             if summaries:
                 txn.cursor(self._containers).putmulti(summary_rows)
+        self._release_pages(RESIDENT_BYTES_MAX)
 
     def renew(self, summary: ContainerSummary) -> None:
         """Replace a container's summary."""

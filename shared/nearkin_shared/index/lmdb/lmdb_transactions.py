@@ -29,6 +29,7 @@ from nearkin_shared.index.lmdb.environments import (
     release,
 )
 from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.memory import release_file_pages
 
 TABLES = ("chunks", "features", "segments", "containers", "versions", "meta")
 """Named databases. An index of an earlier release has `counts` too, which nothing opens."""
@@ -104,6 +105,15 @@ class LmdbTransactions:
                 self._env.sync(True)
         except lmdb.Error as err:
             raise self._error_of(err) from err
+
+    def _release_pages(self, file_bytes_max: int) -> None:
+        """Release the resident pages of the file if it is larger than `file_bytes_max`.
+
+        LMDB maps the whole file: of a large index most pages would count as memory of this process after a while.
+        """
+        with self._in_use() as shared:  # not closed meanwhile: the addresses would be reused
+            if (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"] > file_bytes_max:
+                release_file_pages(shared.file)
 
     def _error_of(self, err: lmdb.Error) -> StoreUnavailable:
         """Return the error for a failed transaction.

@@ -1,0 +1,91 @@
+"""Test what a backup holds in memory: few decoded blocks, and no checkpoint as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from nearkin.local.writer import TREE_CACHE_BYTES
+from nearkin.trees import backup as backup_module
+from nearkin.trees.backup import TreeBackup
+from nearkin.trees.tree_sinks import StoreSink
+
+FOLDERS, FILES = 40, 100
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return a folder of 4,000 tiny files."""
+    for folder in range(FOLDERS):
+        (tmp_path / "tree" / f"{folder:03}").mkdir(parents=True)
+        for number in range(FILES):
+            (tmp_path / "tree" / f"{folder:03}" / f"{number:03}").write_bytes(b"%d %d" % (folder, number) * 10)
+    return tmp_path / "tree"
+
+
+def test_backup_caches_fewer_blocks_than_other_puts(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = []
+    with open_store(tmp_path / "store", create=True) as store:
+        add_root = TreeBackup._add_root
+
+        def record_bound(self: TreeBackup) -> None:
+            bounds.append(store._containers.blocks.bytes_max)
+            add_root(self)
+
+        monkeypatch.setattr(TreeBackup, "_add_root", record_bound)
+        store.backup("tree", [tree])
+        assert bounds == [TREE_CACHE_BYTES]
+        assert int(store.settings.base.cache_bytes) > TREE_CACHE_BYTES
+
+
+def test_checkpoint_is_written_part_by_part(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of all checkpoints are groups and an end, of which one is in memory at a time."""
+    parts: list[list[int]] = []
+    checkpoint = StoreSink.checkpoint
+
+    def record_parts(self: StoreSink, key: str, metadata: dict[str, str], end: Iterator[bytes], digest: bytes) -> None:
+        sizes: list[int] = []
+        parts.append(sizes)
+
+        def passed_on() -> Iterator[bytes]:
+            for part in end:
+                sizes.append(len(part))
+                yield part
+
+        checkpoint(self, key, metadata, passed_on(), digest)
+
+    monkeypatch.setattr(StoreSink, "checkpoint", record_parts)
+    monkeypatch.setattr(backup_module, "CHECKPOINT_BYTES_MIN", 1)
+    monkeypatch.setattr(backup_module, "CHECKPOINT_GROUPS_FACTOR", 0)
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("tree", [tree])
+        store.restore("tree", tmp_path / "restored")
+    assert len(parts) > 10
+    assert max(len(sizes) for sizes in parts) > 8
+    assert max(max(sizes) for sizes in parts) < sum(parts[-1]) / 4
+    assert (tmp_path / "restored" / "039" / "099").read_bytes() == b"39 99" * 10
+
+
+@pytest.mark.parametrize(("factor", "least", "most"), [(0, 11, FOLDERS + 1), (4, 1, 4)])
+def test_checkpoints_of_tiny_files_are_rare(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: int, least: int, most: int
+) -> None:
+    """Entries of tiny files are larger than their contents, and a checkpoint writes all of them."""
+    monkeypatch.setattr(backup_module, "CHECKPOINT_BYTES_MIN", 1)
+    monkeypatch.setattr(backup_module, "CHECKPOINT_GROUPS_FACTOR", factor)
+    keys: list[str] = []
+    checkpoint = StoreSink.checkpoint
+
+    def record_key(self: StoreSink, key: str, metadata: dict[str, str], end: Iterator[bytes], digest: bytes) -> None:
+        keys.append(key)
+        checkpoint(self, key, metadata, end, digest)
+
+    monkeypatch.setattr(StoreSink, "checkpoint", record_key)
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("tree", [tree])
+    assert least <= len(keys) <= most
