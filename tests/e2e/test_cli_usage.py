@@ -27,6 +27,7 @@ COMMANDS = (
     "get",
     "ls",
     "mount",
+    "drill",
     "webdav",
     "rm",
     "forget",

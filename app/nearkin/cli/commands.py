@@ -28,6 +28,7 @@ _ELSEWHERE = {
     "dlq": "dlq",
     "diff": "diff",
     "docs": "docs",
+    "drill": "drill_command",
     "dump": "dump",
     "export": "export",
     "find": "find",
