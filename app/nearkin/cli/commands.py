@@ -17,7 +17,10 @@ from nearkin.cli.session import AsWrittenGroup, Session, complete_file, current_
 from nearkin_shared.errors import BadInput
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Callable, Mapping
+
+    from nearkin.kind_counts import KindCount
+    from nearkin.store import Store
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 _ELSEWHERE = {
@@ -261,11 +264,13 @@ def info(key: str, version: int | None) -> None:
 
 
 @nearkin.command()
+@click.option("--by", "by_kind", type=click.Choice(["kind"]), help="By kind of content; reads all versions.")
 @shared_options
-def stats() -> None:
+def stats(by_kind: str | None) -> None:
     """Show what the store holds and what each step saved.
 
     nearkin stats
+    nearkin stats --by kind                                             # media, databases, ...: see chunker.rules
     nearkin stats --json | jq .reduction_ratio
 
     DCR and DCE are defined as in the Finesse paper, over the chunks that delta compression received. Metadata
@@ -276,6 +281,11 @@ def stats() -> None:
     from nearkin_shared.results_json import stats_json
 
     session = current_session()
+    if by_kind:
+        from nearkin.kind_counts import sum_kinds
+
+        _show_kinds(session, sum_kinds)
+        return
     with session.open() as store:
         found = store.stats()
         folder: Path | None = getattr(store, "index_folder", None)  # a server has none to show
@@ -289,8 +299,9 @@ def stats() -> None:
 @click.argument("key", metavar="KEY")
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
 @click.option("--segments", is_flag=True, help="Each segment too; with --json each chunk of it.")
+@click.option("--kinds", is_flag=True, help="By kind of content instead; reads the version.")
 @shared_options
-def explain(key: str, version: int | None, segments: bool) -> None:
+def explain(key: str, version: int | None, segments: bool, kinds: bool) -> None:
     """Show how a version is stored, chunk by chunk.
 
     For deltas the command also shows how their bases were found, in the terms of stats, and for segments the worker
@@ -298,6 +309,7 @@ def explain(key: str, version: int | None, segments: bool) -> None:
 
     nearkin explain db/dump
     nearkin explain db/dump --segments --json | jq '.segments[0].chunks'
+    nearkin explain home --kinds                                        # media, databases, ...: see chunker.rules
     """
     from nearkin.cli.arguments import check_key
     from nearkin.cli.output import print_explanation, print_json
@@ -305,12 +317,42 @@ def explain(key: str, version: int | None, segments: bool) -> None:
 
     session = current_session()
     check_key(key)
+    if kinds:
+        from nearkin.kind_counts import count_kinds
+
+        if segments:
+            raise BadInput("--kinds counts a whole version: not with --segments")
+        _show_kinds(session, lambda store: count_kinds(store, key, version))
+        return
     with session.open() as store:
         explanation = store.explain(key, version)
     if session.as_json:
         print_json(explain_json(explanation, segments=segments))
     else:
         print_explanation(explanation, segments=segments)
+
+
+def _show_kinds(session: Session, count: Callable[[Store], Mapping[str, KindCount]]) -> None:
+    """Print counts by kind of content. Raises BadInput for a server."""
+    from dataclasses import asdict
+
+    from nearkin.cli.output import print_json, print_table
+    from nearkin.store import Store
+    from nearkin_shared.savings_table import human_bytes
+
+    with session.open() as store:
+        if not isinstance(store, Store):
+            raise BadInput("kinds of content: a server does not count them; run the command at the store")
+        found = count(store)
+    if session.as_json:
+        print_json({"kinds": {kind: asdict(each) for kind, each in found.items()}})
+        return
+    names = ("kind", "bytes", "chunks", "stored about")
+    rows = [
+        (kind, human_bytes(each.logical_bytes), f"{each.chunks:,}", human_bytes(each.stored_estimate_bytes))
+        for kind, each in found.items()
+    ]
+    print_table(names, rows, whole=names, right=names[1:])
 
 
 @nearkin.command()

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 STREAM_BUFFER_BYTES = 1 << 20
 
 
-class TreeSink(Protocol):
+class SupportsBorders(Protocol):
+    """Receiver of the ends of chunks."""
+
+    def end_chunk(self, *, ends_segment: bool = False) -> None:
+        """End a chunk, with `ends_segment` a segment as well."""
+
+
+class TreeSink(SupportsBorders, Protocol):
     """Receiver of a tree's bytes."""
 
     @property
@@ -35,9 +42,6 @@ class TreeSink(Protocol):
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
-
-    def end_chunk(self, *, ends_segment: bool = False) -> None:
-        """End a chunk, with `ends_segment` a segment as well."""
 
     def splice(self, segments: Locations, lengths: U32) -> None:
         """Append stored segments of these lengths."""

@@ -23,7 +23,7 @@ from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryKind, Tre
 from nearkin_shared.formats.tree_layout import GroupInfo, TreeSummary, encode_end, group_digest, tree_digest
 
 if TYPE_CHECKING:
-    from nearkin.trees.tree_sinks import TreeSink
+    from nearkin.trees.tree_sinks import SupportsBorders, TreeSink
     from nearkin_shared.types import U32, Locations
 
 CHUNK_BYTES_MIN = 2048
@@ -49,7 +49,7 @@ class OwnerNames(NamedTuple):
 class FileBorders:
     """Ends chunks and segments at the borders of files."""
 
-    def __init__(self, sink: TreeSink) -> None:
+    def __init__(self, sink: SupportsBorders) -> None:
         """Begin at the start of a chunk."""
         self._sink = sink
         self._since_border = 0
