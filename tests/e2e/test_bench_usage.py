@@ -182,7 +182,7 @@ def test_chart_without_matplotlib_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kernels.json", "kernels.md"]
 
 
-@pytest.mark.parametrize("room", ["store", "pairs", "kernels"])
+@pytest.mark.parametrize("room", ["store", "pairs", "kernels", "trees"])
 def test_suite_help_has_an_example(capfd: pytest.CaptureFixture[str], room: str) -> None:
     assert main(["bench", room, "--help"]) == 0
     text = capfd.readouterr().out

@@ -34,6 +34,7 @@ def bench() -> None:
     nearkin bench store --corpus /backups/db --runs 3
     nearkin bench pairs --corpus mutated             # feature algorithms and delta codecs
     nearkin bench kernels                            # single functions, by OpenSSL's SHA-1
+    nearkin bench trees                              # back up ten weekly states of a folder: restic, borg, kopia
 
     Each writes a table (Markdown), a record (JSON) and a chart (SVG, PNG) to the folder of --out.
 
@@ -58,7 +59,9 @@ class _BenchOptions(NamedTuple):
     """None, too, for a room that writes nothing while it measures."""
 
 
-def _room_options(runs: int, warmups: int, peers: str, versions: str) -> Callable[[_Command], _Command]:
+def _room_options(
+    runs: int, warmups: int, peers: str, versions: str, corpora: tuple[str, ...] = ("botocore",)
+) -> Callable[[_Command], _Command]:
     """Add the options that every room has; the room's own defaults are shown in its help."""
     folder = click.Path(path_type=Path)
     options = (
@@ -68,8 +71,8 @@ def _room_options(runs: int, warmups: int, peers: str, versions: str) -> Callabl
             "corpora",
             metavar="NAME|DIR",
             multiple=True,
-            default=("botocore",),
-            help="What to measure over; repeatable, or NAME,NAME [botocore].",
+            default=corpora,
+            help=f"What to measure over; repeatable, or NAME,NAME [{','.join(corpora)}].",
         ),
         click.option(
             "--versions",
@@ -254,6 +257,42 @@ def kernels(peers: str | None, against: Path | None, **given: Any) -> None:
     _run("kernels", asked, _KERNEL_VERSIONS, measure)
 
 
+_TREE_PEERS = "restic,borg,kopia"
+
+
+@bench.command()
+@_work_option
+@_room_options(3, 0, _TREE_PEERS, "10, all of a folder", ("packages", "home"))
+def trees(peers: str | None, **given: Any) -> None:
+    """Back up a folder that changes from week to week, and restore it.
+
+    nearkin bench trees --corpus home --runs 1
+    nearkin bench trees --corpus packages,home --peers restic,borg-fine
+    nearkin bench trees --corpus /backups/weekly       # one folder a version, in order of name
+
+    Corpora: packages (site-packages over releases of three packages, fetched with pip), home (generated). All tools
+    back up the same live folder in turn; then it is backed up again unchanged, restored and compared, and single files
+    are read. Peers: restic, borg, kopia; or one setting of a peer, such as borg-fine.
+    """
+    from nearkin.lab import report
+    from nearkin.lab.suites import trees_suite
+    from nearkin.lab.tools.tree_tools import choose_tree_tools
+
+    asked = _choose(peers, _TREE_PEERS, **given)
+    if any(chart != "none" for chart in asked.charts):
+        raise BadInput(f"--chart {asked.charts[0]}: bench trees draws no chart; leave it out")
+    asked = asked._replace(charts=("none",))
+    tools = choose_tree_tools(asked.peers)
+
+    def save(record: MeasurementRecord) -> None:
+        report.write(record, asked.out, ())
+
+    def measure(corpora: list[Corpus], plan: RunPlan) -> MeasurementRecord:
+        return trees_suite.run(corpora, tools, plan, work=asked.work, save=save)
+
+    _run("trees", asked, None, measure)
+
+
 def _run(
     room: str, asked: _BenchOptions, versions_at_most: int | None, measure: Callable[..., MeasurementRecord]
 ) -> None:
@@ -263,6 +302,7 @@ def _run(
     from nearkin.lab import report
     from nearkin.lab.corpora import check_corpora, find_corpora
     from nearkin.lab.measure import RunPlan, choose_core
+    from nearkin.lab.tree_corpora import check_trees, find_trees
     from nearkin_shared.utils.terminal import printable
 
     session = current_session()
@@ -274,13 +314,19 @@ def _run(
         )
     core = choose_core(asked.core)
     kinds, cannot_draw = report.chart_kinds(asked.charts)
-    check_corpora(asked.corpora, asked.versions, versions_at_most)
+    if room == "trees":
+        check_trees(asked.corpora, asked.versions)
+    else:
+        check_corpora(asked.corpora, asked.versions, versions_at_most)
     report.check_folder(asked.out)
     if asked.work is not None:
         report.check_folder(asked.work, "--work")
     if cannot_draw and not session.as_json:
         notice(cannot_draw)
-    corpora = find_corpora(asked.corpora, asked.versions, versions_at_most)
+    if room == "trees":
+        corpora = find_trees(asked.corpora, asked.versions)
+    else:
+        corpora = find_corpora(asked.corpora, asked.versions, versions_at_most)
     command = printable(shlex.join(["nearkin", *sys.argv[1:]]))
     with steps_bar(f"bench {room}", shown=not session.as_json) as steps:
         record = measure(corpora, RunPlan(core, asked.runs, asked.warmups, command, steps))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from nearkin.lab.measure import stored_bytes
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.terminal import printable
 
@@ -126,15 +127,15 @@ class LeftOut:
 
 @frozen
 class Corpus:
-    """Files in the order they are taken, oldest first; at least one, none of them empty."""
+    """Files, or folders, in the order they are taken, oldest first; at least one, none empty."""
 
     name: str
     paths: Sequence[Path]
 
     @property
     def logical_bytes(self) -> int:
-        """The lengths of the files, summed."""
-        return sum(path.stat().st_size for path in self.paths)
+        """The lengths of all files, summed."""
+        return sum(stored_bytes(path) for path in self.paths)
 
     def as_json(self) -> dict[str, object]:
         """Return it as the JSON has it."""
