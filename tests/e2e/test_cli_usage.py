@@ -71,6 +71,15 @@ def test_command_help_has_an_example(call: InProcess, name: str) -> None:
     assert re.search(rf"^  (\w+=\S+ |.*\| )?nearkin .*\b{name}\b", done.stdout.decode(), re.MULTILINE)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_help_has_one_example_a_line(call: InProcess, name: str) -> None:
+    """Several commands on one line are joined by the shell; the rest of a line is a comment."""
+    for line in call(name, "--help").stdout.decode().splitlines():
+        if line.startswith("  nearkin "):
+            commands = re.split(r"&& |\| |; |\$\(", line.partition(" #")[0])
+            assert all(len(re.findall(r"(?:^|\s)nearkin\s", part)) <= 1 for part in commands), line
+
+
 def test_help_lists_every_command() -> None:
     text = run("--help").stdout.decode()
     listed = re.findall(r"^  ([a-z-]+) {2,}\S", text.partition("Commands:")[2], re.MULTILINE)

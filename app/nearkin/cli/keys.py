@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 def keys() -> None:
     """Manage the keys of an encrypted store.
 
-    nearkin keys generate /etc/nearkin/store.key     # before a store with storage.encryption is made nearkin keys
-    list nearkin keys rotate db                           # tenant db gets a new data key for its next writes nearkin
-    keys generate /etc/nearkin/store.key     # add a new key-encryption key before the current one nearkin keys rewrap
-    # afterwards the old one may be deleted nearkin keys erase db --yes                      # makes all data of
-    tenant db unreadable, for ever
+    nearkin keys generate /etc/nearkin/store.key     # before a store with storage.encryption is made
+    nearkin keys list
+    nearkin keys rotate db                           # tenant db gets a new data key for its next writes
+    nearkin keys generate /etc/nearkin/store.key     # add a new key-encryption key before the current one
+    nearkin keys rewrap                              # afterwards the old one may be deleted
+    nearkin keys erase db --yes                      # makes all data of tenant db unreadable, for ever
 
     Data are encrypted with data keys, one or more per tenant. The store holds them, wrapped by a key-encryption key
     that the store does not hold: storage.key_file or NEARKIN_STORAGE__KEY. Without it nothing can be read: keep a
