@@ -241,9 +241,9 @@ class EmbeddedWriter:
     def checkpoint(
         self, blob: BlobTransfer, key: str, metadata: Mapping[str, str], end: Iterable[bytes], digest: bytes
     ) -> None:
-        """Commit what the tree in transfer has so far, followed by the parts of `end`, as a version of `key`.
+        """Commit what the tree in transfer has so far as a version of `key`.
 
-        A chunk ends after each part, as in the complete tree.
+        The parts of `end` follow it; a chunk ends after each, as in the complete tree.
         """
         self.end_chunk(ends_segment=True)
         copy = self._register(key, metadata, None)

@@ -108,7 +108,10 @@ class BackupPlan(BackupWalk):
 
 
 def _joined_entries(*trees: TreeReader | None) -> Iterator[tuple[EntryKey, PlacedEntry]]:
-    """Yield the entries of several trees, of each those behind the end of the one before, as a backup does."""
+    """Yield the entries of several trees as a backup does.
+
+    Of each tree those behind the end of the one before.
+    """
     last: EntryKey | None = None
     for tree in trees:
         reached = last

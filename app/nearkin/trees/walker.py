@@ -91,9 +91,9 @@ def _check_exists(path: bytes) -> None:
 
 
 def open_folder(path: bytes) -> int:
-    """Return the descriptor of a folder, whose path may be longer than a call of the kernel takes.
+    """Return the descriptor of a folder.
 
-    Raises OSError.
+    Its path may be longer than a call of the kernel takes. Raises OSError.
     """
     if len(path) <= PATH_PIECE_BYTES:
         return os.open(path, _FOLDER_FLAGS)
