@@ -64,7 +64,7 @@ class TreeStorage(MaintainedStore):
         self._check_writable("backup")
         check_user_key(key)
         access = TreeStore(
-            lambda name: self._manifest(name, None),
+            self._manifest,
             self._range,
             self._put_tree,
             lambda name: self.delete(name, reason=CHECKPOINT_REASON),

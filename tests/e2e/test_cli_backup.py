@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.trees import backup
+from nearkin.trees import backup, checkpoint_schedule
 from nearkin.trees.tree_writer import TreeWriter
 from tests.support.checks.commands import (
     InProcess,
@@ -201,7 +201,8 @@ def test_dry_run_counts_what_a_checkpoint_has(tmp_path: Path, call: InProcess) -
     (folder / "5" / "vanishes").touch()
     time.sleep(backup.RECENT_NS / 1e9)
     with open_store(tmp_path / "store", create=True) as store, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backup, "CHECKPOINT_BYTES_MIN", 1)
+        patch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_FIRST", 1)
+        patch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_MIN", 1)
         patch.setattr(TreeWriter, "finish", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             store.backup("home", [folder])

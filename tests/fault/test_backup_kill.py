@@ -9,12 +9,17 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from nearkin.store import open_store
-from nearkin.trees.backup import RECENT_NS
+from nearkin.trees import checkpoint_schedule
+from nearkin.trees.backup import RECENT_NS, TreeBackup
+from nearkin.trees.checkpoint_schedule import CHECKPOINT_BYTES_FIRST, CHECKPOINT_BYTES_MIN
+from nearkin.trees.parent_tree import FoundEntry
+from nearkin.trees.walker import ListedFolder
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT_BYTES = 1 << 20
@@ -25,19 +30,12 @@ FILES = 300
 CHILD = """
     import os, signal, sys, threading, time
     import nearkin.trees.backup as backup
+    import nearkin.trees.checkpoint_schedule as schedule
     from nearkin.store import open_store
     from tests.support.data.stores import settings
 
-    backup.CHECKPOINT_BYTES_MIN = {checkpoint_bytes}
+    schedule.CHECKPOINT_BYTES_FIRST = schedule.CHECKPOINT_BYTES_MIN = {checkpoint_bytes}
     counts = backup.BackupCounts()
-    end_folder = backup.TreeBackup._checkpoint_if_due
-
-    def end_folder_slowly(self: backup.TreeBackup) -> None:
-        end_folder(self)
-        time.sleep(0.1)  # as a disk does; from the page cache all is read before the first checkpoint is durable
-
-    backup.TreeBackup._checkpoint_if_due = end_folder_slowly
-
     def kill() -> None:
         while counts.read_bytes < {kill_bytes}:
             time.sleep(0.0005)
@@ -98,3 +96,132 @@ def _kill_backup(source: Path, store: Path, kill_bytes: int) -> None:
     code = textwrap.dedent(CHILD).format(checkpoint_bytes=CHECKPOINT_BYTES, kill_bytes=kill_bytes)
     done = subprocess.run([sys.executable, "-c", code, store, source], cwd=ROOT, check=False, capture_output=True)
     assert done.returncode in (-signal.SIGKILL, 0), done.stderr.decode()
+
+
+KILLS = 20
+LARGE_FILE_BYTES = 1_500_000
+LARGE_FILES = 2_000
+FIRST_BYTES = CHECKPOINT_BYTES_FIRST + 2 * CHECKPOINT_BYTES_MIN
+"""Before them a tree has no durable checkpoint; all of it may be read again."""
+REPORTING_CHILD = """
+    import os, signal, sys, threading, time
+    from nearkin.store import open_store
+    from nearkin.trees.backup import BackupCounts
+
+    counts, kill_bytes = BackupCounts(), int(sys.argv[3])
+
+    def kill() -> None:
+        while counts.read_bytes + counts.reused_bytes < kill_bytes:
+            time.sleep(0.001)
+        print(counts.read_bytes, counts.reused_bytes, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    with open_store(sys.argv[1]) as store:
+        store.backup("home", [sys.argv[2]], counts=counts)
+    print(counts.read_bytes, counts.reused_bytes, flush=True)
+"""
+
+
+def _read_after_kills(folder: Path, store: Path, kills: Sequence[int]) -> list[tuple[int, int]]:
+    """Kill a backup after so many bytes of the tree each time, then let it end.
+
+    Return (bytes that were done, those of them that the next run read again) for each kill.
+    """
+    done_bytes, repeated = 0, list[tuple[int, int]]()
+    for kill_bytes in [*kills, 1 << 62]:
+        line = [sys.executable, "-c", textwrap.dedent(REPORTING_CHILD), str(store), str(folder), str(kill_bytes)]
+        done = subprocess.run(line, cwd=ROOT, check=False, capture_output=True, text=True)
+        assert done.returncode == (-signal.SIGKILL if kill_bytes < 1 << 62 else 0), done.stderr
+        read_bytes, reused_bytes = map(int, done.stdout.split())
+        if done_bytes:
+            repeated.append((done_bytes, max(0, done_bytes - reused_bytes)))
+        done_bytes = read_bytes + reused_bytes
+        if kill_bytes < 1 << 62:
+            with open_store(store) as opened:
+                assert opened.versions(all_versions=True) == [], "a half version is shown"
+    return repeated
+
+
+def _check_stored(folder: Path, store: Path, target: Path) -> None:
+    with open_store(store) as opened:
+        assert opened.verify().damage == ()
+        assert opened.restore("home", target).is_complete
+    subprocess.run(["diff", "-r", folder, target], check=True)
+
+
+def _make_files(folder: Path, count: int) -> Path:
+    for number in range(count):
+        path = folder / f"{number // 20:03}" / f"{number:04}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(LARGE_FILE_BYTES))
+    time.sleep(RECENT_NS / 1e9)
+    return folder
+
+
+def test_backup_killed_with_default_settings_repeats_a_tenth(tmp_path: Path) -> None:
+    source, store = _make_files(tmp_path / "source", 60), tmp_path / "store"
+    open_store(store, create=True).close()
+    repeated = _read_after_kills(source, store, [65_000_000, 80_000_000])
+    assert len(repeated) == 2
+    for done_bytes, again_bytes in repeated:
+        assert again_bytes <= max(done_bytes // 10, 2 * CHECKPOINT_BYTES_MIN) + LARGE_FILE_BYTES, repeated
+    _check_stored(source, store, tmp_path / "target")
+
+
+@pytest.mark.soak
+def test_backup_of_3_gb_killed_at_20_moments_repeats_a_tenth(tmp_path: Path) -> None:
+    """Each run reads less than a tenth of what was done before, but for a kill in the first 56 MiB."""
+    source, store = _make_files(tmp_path / "source", LARGE_FILES), tmp_path / "store"
+    open_store(store, create=True).close()
+    total_bytes = LARGE_FILES * LARGE_FILE_BYTES
+    repeated = _read_after_kills(source, store, [total_bytes * (n + 1) // (KILLS + 1) for n in range(KILLS)])
+    print(f"done before, read again: {repeated}")
+    assert len(repeated) == KILLS
+    for done_bytes, again_bytes in repeated:
+        assert done_bytes > FIRST_BYTES
+        assert again_bytes < done_bytes / 10, repeated
+    _check_stored(source, store, tmp_path / "target")
+
+
+def test_checkpoint_shorter_than_the_one_before_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that reads a changed file early, and dies, leaves what the run before had reached."""
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_FIRST", 1)
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_MIN", 1)
+    source = _make_files(tmp_path / "source", 6)
+    with open_store(tmp_path / "store", create=True) as store:
+        for number in (4, 1):  # the first run ends before file 4, the second before file 1
+            with monkeypatch.context() as patch:
+                patch.setattr(TreeBackup, "_read_open_file", _interrupting_at(f"{number:04}".encode()))
+                patch.setattr(TreeBackup, "_reuse", _interrupting_reuse_at(f"{number:04}".encode()))
+                with pytest.raises(KeyboardInterrupt):
+                    store.backup("home", [source])
+            (source / "000" / "0000").write_bytes(os.urandom(LARGE_FILE_BYTES))
+            time.sleep(RECENT_NS / 1e9)
+        counts = store.backup("home", [source]).counts
+    assert counts.read_bytes == 3 * LARGE_FILE_BYTES, "the changed file, 4 and 5"
+    _check_stored(source, tmp_path / "store", tmp_path / "target")
+
+
+def _interrupting_at(name: bytes) -> Callable[[TreeBackup, bytes, bytes, bytes, int], None]:
+    original = TreeBackup._read_open_file
+
+    def read(self: TreeBackup, folder: bytes, found: bytes, path: bytes, descriptor: int) -> None:
+        if found == name:
+            raise KeyboardInterrupt
+        original(self, folder, found, path, descriptor)
+
+    return read
+
+
+def _interrupting_reuse_at(
+    name: bytes,
+) -> Callable[[TreeBackup, ListedFolder, bytes, os.stat_result, FoundEntry], None]:
+    original = TreeBackup._reuse
+
+    def reuse(self: TreeBackup, listed: ListedFolder, found: bytes, status: os.stat_result, entry: FoundEntry) -> None:
+        if found == name:
+            raise KeyboardInterrupt
+        original(self, listed, found, status, entry)
+
+    return reuse

@@ -7,15 +7,14 @@
 
 Invariant (I2): a manifest is written after every container that it names is durable.
 One thread reduces, so that the stored bytes depend on the input only, never on timing. On one core it encodes as
-well,
-and the caller's thread cuts and waits for it (ADR 5).
+well, and the caller's thread cuts and waits for it (ADR 5).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from types import TracebackType
@@ -71,11 +70,13 @@ PUBLISHED_ENTRIES = 1 << 14
 """Containers are published together once they bring so many entries, or with a commit: each time a transaction is
 synced, and the first run of each table written again. No more of them wait in memory than of one large container."""
 MANIFEST_THREADS = 8
+"""Syncs of a group's manifests wait side by side: 5,000 small files took 17 s one after another."""
 COMMIT_CONTAINERS = 1
 """Finished containers that wait for the commit thread: each takes 4 to 16 MB."""
 QUEUE_BATCHES = 0
 """Batches that wait between two threads: each takes memory, and one gains no time (docs/adr/0005)."""
-"""Syncs of a group's manifests wait side by side: 5,000 small files took 17 s one after another."""
+CHECK_SECONDS = 1.0
+"""A caller that waits for a checkpoint checks so often whether a thread has failed."""
 
 
 @frozen
@@ -240,10 +241,11 @@ class EmbeddedWriter:
 
     def checkpoint(
         self, blob: BlobTransfer, key: str, metadata: Mapping[str, str], end: Iterable[bytes], digest: bytes
-    ) -> None:
+    ) -> Future[PutResult]:
         """Commit what the tree in transfer has so far as a version of `key`.
 
-        The parts of `end` follow it; a chunk ends after each, as in the complete tree.
+        The parts of `end` follow it; a chunk ends after each, as in the complete tree. The result is resolved once
+        the version is durable; `wait_for` waits for that.
         """
         self.end_chunk(ends_segment=True)
         copy = self._register(key, metadata, None)
@@ -260,6 +262,16 @@ class EmbeddedWriter:
         self._fill()
         self._runs = [BlobRun(blob.number, self._used, self._used, False)]
         self._cutter.put(_Commit((copy,), seal=True))
+        return copy.done
+
+    def wait_for(self, done: Future[PutResult]) -> None:
+        """Wait until a checkpoint is durable. Raises what went wrong."""
+        workers = (self._cutter, self._reducer, self._committer)
+        while not done.done():
+            with suppress(TimeoutError):
+                done.result(timeout=CHECK_SECONDS)
+            for worker in workers:
+                worker.check()
 
     def write(self, blob: BlobTransfer, data: bytes | memoryview) -> None:
         """Append bytes to the blob in transfer."""

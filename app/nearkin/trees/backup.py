@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from nearkin.trees.attributes import KINDS, data_extents, descriptor_path, read_xattrs
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, BackupWalk
+from nearkin.trees.checkpoint_schedule import CheckpointSchedule
 from nearkin.trees.parent_tree import FoundEntry, OrderedEntries, ParentTree, ReusedContent, parent_entries
 from nearkin.trees.tree_sinks import StoreSink, TreeSink
 from nearkin.trees.tree_writer import TreeWriter
@@ -30,13 +31,9 @@ if TYPE_CHECKING:
 
 RECENT_NS = 1_000_000_000
 """A file whose ctime is this close to the moment of its status may change again without another ctime."""
-CHECKPOINT_BYTES_MIN, CHECKPOINT_BYTES_MAX = 64 << 20, 8 << 30
-CHECKPOINT_SHARE = 20
-"""A checkpoint comes after another 1/20 of what is stored, so that a run that dies repeats little."""
-CHECKPOINT_GROUPS_FACTOR = 4
-"""A checkpoint writes all entry groups so far: it comes after so many times their bytes at the earliest, so that the
-checkpoints of millions of tiny files do not take most of the time."""
-CHECKPOINT_SECONDS_MAX = 300.0
+READ_BYTES_FIELD, FURTHER_FIELD = "read-bytes", "further"
+"""Metadata of a checkpoint: the bytes that were read for it, by all runs; the version of an earlier checkpoint that
+reaches further into the tree, if there is one."""
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _I64_MAX = (1 << 63) - 1
 
@@ -69,7 +66,6 @@ class TreeBackup(BackupWalk):
         self._skip_if_unchanged = options.skip_if_unchanged
         self._links: dict[tuple[int, int], bytes] = {}
         """Path in the tree of each inode with several names."""
-        self._checkpoint_at = (0, time.monotonic())
 
     def feed(self, writer: EmbeddedWriter, blob: BlobTransfer) -> bytes:
         """Write the tree; return its digest.
@@ -84,6 +80,7 @@ class TreeBackup(BackupWalk):
         parents = self._parents()
         self._previous_entries = parents[-1].reader.summary.entries if parents else -1
         self._found = OrderedEntries(parent_entries(parents))
+        self._schedule = CheckpointSchedule(max([_earlier_bytes(parent) for parent in parents], default=0))
         self._reused = ReusedContent(tree, self._count_reused)
         self._add_root()
         for listed in self._walker.folders():
@@ -119,6 +116,7 @@ class TreeBackup(BackupWalk):
                     self._reuse(listed, name, status, found)
                 else:
                     self._read_file(listed, name, status)
+                    self._checkpoint_if_due()
             else:
                 self._add_other(listed, name, status, found)
         self._checkpoint_if_due()
@@ -313,15 +311,25 @@ class TreeBackup(BackupWalk):
     def _checkpoint_if_due(self) -> None:
         if self._checkpoint is None:
             return
-        done, started = self._checkpoint_at
-        fresh = self.counts.read_bytes - done
-        written = CHECKPOINT_GROUPS_FACTOR * self._tree.group_bytes
-        due = min(max(CHECKPOINT_BYTES_MIN, done // CHECKPOINT_SHARE, written), CHECKPOINT_BYTES_MAX)
-        if fresh < due and (not fresh or time.monotonic() - started < CHECKPOINT_SECONDS_MAX):
-            return
-        self._reused.flush()
-        self._tree.checkpoint(*self._checkpoint, self._unread)
-        self._checkpoint_at = (self.counts.read_bytes, time.monotonic())
+        schedule, tree, read_bytes = self._schedule, self._tree, self.counts.read_bytes
+        if schedule.is_due(read_bytes, tree.group_bytes):
+            self._reused.flush()
+            key, metadata = self._checkpoint
+            schedule.record(read_bytes, tree.checkpoint(key, {**metadata, **self._checkpoint_fields()}, self._unread))
+        while (done := schedule.checkpoint_to_await(read_bytes, tree.group_bytes)) is not None:
+            tree.wait_for(done)
+
+    def _checkpoint_fields(self) -> dict[str, str]:
+        fields = {READ_BYTES_FIELD: str(self._schedule.done_bytes(self.counts.read_bytes))}
+        ahead = self._found.next_entry  # of a parent that the walk has not passed
+        if ahead is not None and READ_BYTES_FIELD in ahead.parent.manifest.metadata:
+            fields[FURTHER_FIELD] = str(ahead.parent.manifest.version)
+        return fields
+
+
+def _earlier_bytes(parent: ParentTree) -> int:
+    """Return the bytes that were read for a checkpoint; 0 of a complete version."""
+    return int(parent.manifest.metadata.get(READ_BYTES_FIELD, 0))
 
 
 def _truncated(

@@ -71,6 +71,11 @@ class OrderedEntries(Generic[EntryT]):
         self._stream = stream
         self._next = next(stream, None)
 
+    @property
+    def next_entry(self) -> EntryT | None:
+        """The first entry whose key is not below the last one that was looked up; None at the end."""
+        return None if self._next is None else self._next[1]
+
     def find(self, folder_key: bytes, name: bytes) -> EntryT | None:
         """Return the entry; keys must ascend from call to call."""
         key = (folder_key, name)

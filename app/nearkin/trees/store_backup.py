@@ -7,7 +7,7 @@ key takes over their content, and its commit deletes them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from nearkin.trees.backup import TreeBackup, TreeUnchanged
+from nearkin.trees.backup import FURTHER_FIELD, TreeBackup, TreeUnchanged
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions
 from nearkin.trees.parent_tree import ParentTree
 from nearkin_shared.errors import Corrupt, NotFound
@@ -29,6 +29,8 @@ _log = logging.getLogger("nearkin")
 CHECKPOINT_REASON = "the backup was completed"
 CHECKPOINT_KEY_CHARACTERS = 200
 """Of the key that a checkpoint's metadata name."""
+CHECKPOINTS_CONTINUED_MAX = 16
+"""Each later one is of a run that was killed before it reached the end of the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,8 @@ class BackupResult:
 class TreeStore(NamedTuple):
     """Operations of an open store that a backup uses."""
 
-    newest: Callable[[str], Manifest]
-    """Returns the newest version of a key. Raises NotFound, Corrupt."""
+    manifest: Callable[[str, int | None], Manifest]
+    """Returns a version of a key, by default the newest. Raises NotFound, Corrupt."""
     blob: Callable[[Manifest, int, int], VersionReader]
     """Opens a range of a version."""
     put: Callable[[str, TreeBackup, dict[str, str]], PutResult]
@@ -72,12 +74,9 @@ def back_up(
     checkpoint_key = checkpoint_key_of(key)
 
     def parents() -> list[ParentTree]:
-        found = []
         newest = _parent(store, key)
-        unfinished = _parent(store, checkpoint_key)
-        if unfinished is not None and (newest is None or unfinished.manifest.created_us > newest.manifest.created_us):
-            found.append(unfinished)
-        return [*found, *([] if newest is None else [newest])]
+        since_us = 0 if newest is None else newest.manifest.created_us
+        return [*_unfinished(store, checkpoint_key, since_us), *([] if newest is None else [newest])]
 
     metadata = metadata_of(options)
     backup = TreeBackup(
@@ -110,14 +109,31 @@ def tree_metadata(metadata: Mapping[str, str], tags: Sequence[str]) -> dict[str,
     return found
 
 
-def _parent(store: TreeStore, key: str) -> ParentTree | None:
-    """Return the newest version of a key, if it is a tree that can be read."""
+def _unfinished(store: TreeStore, key: str, since_us: int) -> Iterator[ParentTree]:
+    """Yield the newest checkpoint, then earlier ones that reach further into the tree.
+
+    A run that is killed before it reached the end of the checkpoint that it continues leaves a newer, shorter one.
+    """
+    version: int | None = None
+    for _ in range(CHECKPOINTS_CONTINUED_MAX):
+        parent = _parent(store, key, version)
+        if parent is None or parent.manifest.created_us <= since_us:
+            return
+        yield parent
+        further = parent.manifest.metadata.get(FURTHER_FIELD)
+        if further is None:
+            return
+        version = int(further)
+
+
+def _parent(store: TreeStore, key: str, version: int | None = None) -> ParentTree | None:
+    """Return a version of a key, by default the newest, if it is a tree that can be read."""
 
     def read_range(start: int, stop: int) -> bytes:
         return store.blob(manifest, start, stop).read()
 
     try:
-        manifest = store.newest(key)
+        manifest = store.manifest(key, version)
         if not manifest.is_tree:
             return None
         store.check_sound(manifest)

@@ -12,9 +12,11 @@ from nearkin_shared.errors import BadInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from nearkin.embedded.blob_transfer import BlobTransfer
     from nearkin.embedded.runner import EmbeddedWriter
+    from nearkin_shared.results import PutResult
     from nearkin_shared.types import U32, Locations
 
 STREAM_BUFFER_BYTES = 1 << 20
@@ -46,8 +48,11 @@ class TreeSink(SupportsBorders, Protocol):
     def splice(self, segments: Locations, lengths: U32) -> None:
         """Append stored segments of these lengths."""
 
-    def checkpoint(self, key: str, metadata: dict[str, str], end: Iterable[bytes], digest: bytes) -> None:
+    def checkpoint(self, key: str, metadata: dict[str, str], end: Iterable[bytes], digest: bytes) -> Future[PutResult]:
         """Commit the bytes so far, followed by the parts of `end`, as a version of `key`."""
+
+    def wait_for(self, done: Future[PutResult]) -> None:
+        """Wait until a checkpoint is durable. Raises what went wrong."""
 
 
 class StoreSink:
@@ -76,9 +81,13 @@ class StoreSink:
         """Append stored segments of these lengths."""
         self._writer.splice(self._blob, segments, lengths)
 
-    def checkpoint(self, key: str, metadata: dict[str, str], end: Iterable[bytes], digest: bytes) -> None:
+    def checkpoint(self, key: str, metadata: dict[str, str], end: Iterable[bytes], digest: bytes) -> Future[PutResult]:
         """Commit the bytes so far, followed by the parts of `end`, as a version of `key`."""
-        self._writer.checkpoint(self._blob, key, metadata, end, digest)
+        return self._writer.checkpoint(self._blob, key, metadata, end, digest)
+
+    def wait_for(self, done: Future[PutResult]) -> None:
+        """Wait until a checkpoint is durable. Raises what went wrong."""
+        self._writer.wait_for(done)
 
 
 class StreamSink:
@@ -118,9 +127,12 @@ class StreamSink:
         """Refuse: a server takes no segments of earlier versions. Raises BadInput."""
         raise BadInput("segments of an earlier version cannot be taken over through a server")
 
-    def checkpoint(self, key: str, metadata: dict[str, str], end: Iterable[bytes], digest: bytes) -> None:
+    def checkpoint(self, key: str, metadata: dict[str, str], end: Iterable[bytes], digest: bytes) -> Future[PutResult]:
         """Refuse: a server takes no checkpoints. Raises BadInput."""
         raise BadInput("a checkpoint cannot be stored through a server")
+
+    def wait_for(self, done: Future[PutResult]) -> None:
+        """Return: there are no checkpoints."""
 
     def flush(self) -> None:
         """Write what is buffered."""

@@ -23,7 +23,10 @@ from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryKind, Tre
 from nearkin_shared.formats.tree_layout import GroupInfo, TreeSummary, encode_end, group_digest, tree_digest
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from nearkin.trees.tree_sinks import SupportsBorders, TreeSink
+    from nearkin_shared.results import PutResult
     from nearkin_shared.types import U32, Locations
 
 CHUNK_BYTES_MIN = 2048
@@ -167,15 +170,21 @@ class TreeWriter:
         self._sink.splice(segments, lengths)
         self._borders = FileBorders(self._sink)
 
-    def checkpoint(self, key: str, metadata: dict[str, str], unread: int) -> None:
-        """Commit what there is so far as a version of `key`; the tree goes on."""
+    def checkpoint(self, key: str, metadata: dict[str, str], unread: int) -> Future[PutResult]:
+        """Commit what there is so far as a version of `key`; the tree goes on.
+
+        The root has been added. The result is resolved once the version is durable.
+        """
         if self._rows:
             self._end_group()
-        if not self._groups:
-            return
         end = self._end(unread)
-        self._sink.checkpoint(key, metadata, chain(self._plain_blocks(), [end]), tree_digest(end))
+        done = self._sink.checkpoint(key, metadata, chain(self._plain_blocks(), [end]), tree_digest(end))
         self._borders = FileBorders(self._sink)
+        return done
+
+    def wait_for(self, done: Future[PutResult]) -> None:
+        """Wait until a checkpoint is durable. Raises what went wrong."""
+        self._sink.wait_for(done)
 
     def finish(self, unread: int) -> bytes:
         """Write groups, index and footer; return the digest of the tree.

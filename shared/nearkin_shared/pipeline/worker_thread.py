@@ -58,6 +58,8 @@ class InlineWorker(Generic[Item]):
         if self._failure is not None:
             raise self._failure
 
+    check = drain
+
     def stop(self) -> None:
         """Refuse further items."""
         self._execute = _raise_stopped

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import nearkin.trees.backup
+import nearkin.trees.checkpoint_schedule
 from nearkin.store import Store, open_store
 from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
 from nearkin.trees.exclusions import ExclusionOptions
@@ -316,7 +316,8 @@ def test_checkpoint_restores_all_that_was_stored_before_it(tmp_path: Path) -> No
         store.backup("home", [folder])
         for number in range(0, 40, 3):
             (folder / f"{number // 10}" / f"{number:02}").write_bytes(os.urandom(200_000))
-        patch.setattr(nearkin.trees.backup, "CHECKPOINT_BYTES_MIN", 1)
+        patch.setattr(nearkin.trees.checkpoint_schedule, "CHECKPOINT_BYTES_FIRST", 1)
+        patch.setattr(nearkin.trees.checkpoint_schedule, "CHECKPOINT_BYTES_MIN", 1)
         patch.setattr(Store, "delete", lambda *_, **__: 0)
         result = store.backup("home", [folder])
         (checkpoint,) = store.versions(".nearkin/")
@@ -432,7 +433,8 @@ def test_keys_of_checkpoints_are_reserved_and_not_listed(tmp_path: Path) -> None
     folder = tmp_path / "source"
     folder.mkdir()
     with open_store(tmp_path / "store", create=True) as store, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nearkin.trees.backup, "CHECKPOINT_BYTES_MIN", 1)
+        patch.setattr(nearkin.trees.checkpoint_schedule, "CHECKPOINT_BYTES_FIRST", 1)
+        patch.setattr(nearkin.trees.checkpoint_schedule, "CHECKPOINT_BYTES_MIN", 1)
         (folder / "file").write_bytes(os.urandom(100_000))
         store.backup("home", [folder])
         assert store.versions(".nearkin/", all_versions=True) == []

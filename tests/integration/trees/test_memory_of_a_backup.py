@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from nearkin import open_store
 from nearkin.local.writer import TREE_CACHE_BYTES
-from nearkin.trees import backup as backup_module
+from nearkin.trees import checkpoint_schedule
 from nearkin.trees.backup import TreeBackup
 from nearkin.trees.tree_sinks import StoreSink
+from nearkin_shared.results import PutResult
 
 FOLDERS, FILES = 40, 100
+FOLDER_BYTES = 4500
+"""Of the contents of one folder, about: each has at most one checkpoint."""
 
 
 @pytest.fixture
@@ -48,7 +52,9 @@ def test_checkpoint_is_written_part_by_part(tree: Path, tmp_path: Path, monkeypa
     parts: list[list[int]] = []
     checkpoint = StoreSink.checkpoint
 
-    def record_parts(self: StoreSink, key: str, metadata: dict[str, str], end: Iterator[bytes], digest: bytes) -> None:
+    def record_parts(
+        self: StoreSink, key: str, metadata: dict[str, str], end: Iterator[bytes], digest: bytes
+    ) -> Future[PutResult]:
         sizes: list[int] = []
         parts.append(sizes)
 
@@ -57,11 +63,12 @@ def test_checkpoint_is_written_part_by_part(tree: Path, tmp_path: Path, monkeypa
                 sizes.append(len(part))
                 yield part
 
-        checkpoint(self, key, metadata, passed_on(), digest)
+        return checkpoint(self, key, metadata, passed_on(), digest)
 
     monkeypatch.setattr(StoreSink, "checkpoint", record_parts)
-    monkeypatch.setattr(backup_module, "CHECKPOINT_BYTES_MIN", 1)
-    monkeypatch.setattr(backup_module, "CHECKPOINT_GROUPS_FACTOR", 0)
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_FIRST", 1)
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_MIN", FOLDER_BYTES)
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_GROUPS_FACTOR", 0)
     with open_store(tmp_path / "store", create=True) as store:
         store.backup("tree", [tree])
         store.restore("tree", tmp_path / "restored")
@@ -76,14 +83,17 @@ def test_checkpoints_of_tiny_files_are_rare(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: int, least: int, most: int
 ) -> None:
     """Entries of tiny files are larger than their contents, and a checkpoint writes all of them."""
-    monkeypatch.setattr(backup_module, "CHECKPOINT_BYTES_MIN", 1)
-    monkeypatch.setattr(backup_module, "CHECKPOINT_GROUPS_FACTOR", factor)
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_FIRST", 1)
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_MIN", FOLDER_BYTES)
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_GROUPS_FACTOR", factor)
     keys: list[str] = []
     checkpoint = StoreSink.checkpoint
 
-    def record_key(self: StoreSink, key: str, metadata: dict[str, str], end: Iterator[bytes], digest: bytes) -> None:
+    def record_key(
+        self: StoreSink, key: str, metadata: dict[str, str], end: Iterator[bytes], digest: bytes
+    ) -> Future[PutResult]:
         keys.append(key)
-        checkpoint(self, key, metadata, end, digest)
+        return checkpoint(self, key, metadata, end, digest)
 
     monkeypatch.setattr(StoreSink, "checkpoint", record_key)
     with open_store(tmp_path / "store", create=True) as store:
