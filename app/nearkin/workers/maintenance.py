@@ -1,6 +1,6 @@
 """Run the maintenance service: `python -m nearkin.workers.maintenance`.
 
-It rebuilds a lost index in Redis, scrubs the object store, and runs garbage collection.
+It rebuilds a lost index in Redis, scrubs the object store, runs garbage collection, and trims Kafka's topics.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from nearkin_shared.index.redis import rebuild_in_background
 from nearkin_shared.index.redis.background_rebuild import RebuildTarget
 from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
 from nearkin_shared.kafka.lag import LagWatch
+from nearkin_shared.kafka.trimmer import TrimThread
 from nearkin_shared.kafka.worker import Context, command
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.retention import apply_policies, guard_of
@@ -36,7 +37,7 @@ from nearkin_shared.storage.quarantine import Quarantine, join_records
 
 
 def start(context: Context) -> Callable[[], None]:
-    """Watch the index and the groups' lag, collect garbage; return what ends that.
+    """Watch the index and the lag, trim topics, collect garbage; return what ends that.
 
     One maintenance worker of the fleet rebuilds or collects at a time (a lease in Redis).
     """
@@ -57,6 +58,7 @@ def start(context: Context) -> Callable[[], None]:
 
     stop_rebuilding = rebuild_in_background(context.index, rebuild).stop
     stop_looking = LagWatch(context.settings).start()
+    stop_trimming = TrimThread(context.settings).start()
 
     scrub = BackgroundScrub(context.objects, context.current, fingerprinter, context.index)
     scrub.start()
@@ -98,6 +100,7 @@ def start(context: Context) -> Callable[[], None]:
     def stop() -> None:
         rounds.stop()
         scrub.stop()
+        stop_trimming()
         stop_looking()
         stop_rebuilding()
 

@@ -115,6 +115,10 @@ class KafkaSettings:
     retention_hours: Annotated[int, NumberRange(1, 87_600)] = 168
     """Retention of this store's topics, dead letters included: the longest time that a stage may be down without loss.
     """
+    trim_seconds: Annotated[int, NumberRange(0, 86_400)] = 15
+    """Interval at which the maintenance service deletes handled records of the stage topics from the brokers; 0: they
+    stay for `retention_hours`.
+    """
 
 
 @held

@@ -30,6 +30,9 @@ TOPICS = (*STAGE_TOPICS, "committed", "dead", "config", "workers")
 COMPACTED = ("config", "workers")
 COMPACT_SOON = {"segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1", "delete.retention.ms": "3600000"}
 """An open segment is never compacted, and the default closes it after a week: past PATCHes were read at every start."""
+SMALL_SEGMENTS = {"segment.bytes": str(16 * 1024 * 1024), "file.delete.delay.ms": "1000"}
+"""Of the stage topics: a broker frees whole segments of trimmed records, and never the one that is written. With its
+defaults each partition keeps 1 GiB, and freed segments for another minute."""
 READABLE_BY_ALL = {"compression.type": "gzip"}
 """Of `committed`, which programs of others read. gzip is the one codec that every client has built in; kafka-python
 reads lz4, snappy and zstd with further packages alone."""
@@ -180,19 +183,19 @@ def check_durability(settings: Settings) -> None:
 
 
 def topic_config(settings: Settings, name: str) -> dict[str, str]:
-    """Return the settings of one of TOPICS: durability, retention or compaction, codec."""
+    """Return the settings of one of TOPICS: durability, retention or compaction, segments, codec."""
     if name in COMPACTED:
         return {**durability(settings), "cleanup.policy": "compact", **COMPACT_SOON}
-    readable = READABLE_BY_ALL if name == "committed" else {}
-    return {**durability(settings), "cleanup.policy": "delete", "retention.ms": retention_ms(settings), **readable}
+    own = READABLE_BY_ALL if name == "committed" else SMALL_SEGMENTS if name in STAGE_TOPICS else {}
+    return {**durability(settings), "cleanup.policy": "delete", "retention.ms": retention_ms(settings), **own}
 
 
 def is_stricter(setting: str, held: str, wanted: str) -> bool:
-    """Return whether an operator's setting is stricter: more replicas, or earlier compaction."""
+    """Return whether an operator's setting is stricter: more replicas, earlier compaction, or smaller segments."""
     match setting:
         case "min.insync.replicas":
             return int(held) > int(wanted)
-        case "segment.ms" | "min.cleanable.dirty.ratio":
+        case "segment.ms" | "min.cleanable.dirty.ratio" | "segment.bytes" | "file.delete.delay.ms":
             return float(held) < float(wanted)
     return False
 

@@ -290,7 +290,7 @@ def _record_at(reading: Consumer, name: str, partition: int, offset: int) -> Dea
         reading.unassign()
     if message is None or message.error() is not None or message.offset() != offset:
         return None
-    return _letter(message)
+    return letter_of(message)
 
 
 def _known_letters(settings: Settings, places: list[Place]) -> dict[Place, DeadLetter]:
@@ -327,8 +327,8 @@ def _scan(settings: Settings, starts: dict[int, int] | None) -> Iterator[tuple[D
                 message = reading.poll(SILENCE_SECONDS)
                 problem = message.error() if message is not None else KafkaError(KafkaError._TIMED_OUT)
                 if message is not None and problem is None:
-                    letter = _letter(message)
-                    yield letter, _mark(letter)
+                    letter = letter_of(message)
+                    yield letter, marked_place(letter)
                 elif message is not None and problem is not None and problem.code() == KafkaError._PARTITION_EOF:
                     left.discard(message.partition() or 0)
                 else:
@@ -377,7 +377,7 @@ def _check(problem: KafkaError | None) -> None:
         raise KafkaException(problem)
 
 
-def _mark(letter: DeadLetter) -> Place | None:
+def marked_place(letter: DeadLetter) -> Place | None:
     """Return the place that a mark names, None for a letter."""
     if letter.value is None and TOPIC_HEADER not in letter.ours:
         for name, value in letter.headers:
@@ -399,7 +399,8 @@ def _with_mark(letter: DeadLetter, mark: DeadLetter) -> DeadLetter:
     return replace(letter, dropped=True) if _is_drop(mark) else replace(letter, replayed=True)
 
 
-def _letter(message: KafkaMessage) -> DeadLetter:
+def letter_of(message: KafkaMessage) -> DeadLetter:
+    """Return a letter, or a mark, from its message."""
     pairs = message.headers() or []
     headers = tuple((str(pair[0]), as_bytes(pair[1])) for pair in pairs)
     partition, offset, value = message.partition(), message.offset(), as_bytes(message.value())

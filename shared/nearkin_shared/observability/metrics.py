@@ -56,6 +56,8 @@ OLD_LAG = Gauge("nearkin_lag_old_records", "Of these, those older than half of k
 LAG_SECONDS = Gauge("nearkin_lag_seconds", "Age of the oldest record that a group has not committed yet.", ["group"])
 LAG_BYTES = Gauge("nearkin_lag_bytes", "Bytes of the records that a group has not committed yet, estimated.", ["group"])
 LAG_SEEN = Gauge("nearkin_lag_observed_timestamp_seconds", "When lag was last read from Kafka.")
+TRIMMED = Counter("nearkin_trimmed_records", "Handled records that were deleted from Kafka.", ["topic"])
+TRIM_SEEN = Gauge("nearkin_trim_timestamp_seconds", "When handled records were last looked for and deleted.")
 
 # --- scrubbing: the maintenance service, or an embedded gateway
 

@@ -124,12 +124,16 @@ class Kafka(Server):
             return False
 
     def log_bytes(self, topic: str, partition: int = 0) -> int:
-        """Return the size of a partition's log, which has one segment."""
-        return self._log(topic, partition).stat().st_size
+        """Return the size of a partition's log, all segments together."""
+        return sum(path.stat().st_size for path in self._log(topic, partition).parent.glob("*.log"))
 
     def truncate(self, topic: str, size_bytes: int, partition: int = 0) -> None:
-        """Cut the log of a partition of a stopped node, like a disk that lost its last writes."""
+        """Cut the log of a partition of a stopped node, of one segment, as a disk that loses writes does."""
         os.truncate(self._log(topic, partition), size_bytes)
+
+    def start_offsets(self) -> str:
+        """Return the checkpoint of where each log starts: a line of topic, partition and offset, unless it is 0."""
+        return (self._data / "log-start-offset-checkpoint").read_text()
 
     def _log(self, topic: str, partition: int) -> Path:
         return self._data / f"{topic}-{partition}" / f"{0:020}.log"
@@ -187,5 +191,7 @@ class Kafka(Server):
             "num.io.threads": 4,
             "log.cleaner.dedupe.buffer.size": 8 * 1024 * 1024,  # 128 MiB by default: half of the heap
             "log.segment.bytes": 256 * 1024 * 1024,
+            # Segments of trimmed records are removed at this interval: 300 s by default.
+            "log.retention.check.interval.ms": 10_000,
             "controlled.shutdown.enable": "false",  # there is no other node to move partitions to
         }

@@ -48,6 +48,13 @@
   annotations:
     runbook_url: {{ printf "%s#nearkinretentionnear" $pages | quote }}
     summary: {{ "Kafka will drop what {{ $labels.group }} has not taken: half of kafka.retention_hours is over" | quote }}
+- alert: NearkinTrimFails
+  expr: time() - (max(nearkin_trim_timestamp_seconds{ {{- $s -}} }) > 0) > 900
+  for: 5m
+  labels: {severity: warning}
+  annotations:
+    runbook_url: {{ printf "%s#nearkintrimfails" $pages | quote }}
+    summary: Handled records stay in Kafka, whose disks fill for kafka.retention_hours
 - alert: NearkinDeadLetters
   expr: sum by (stage) (increase(nearkin_dead_letters_total{ {{- $s -}} }[15m])) > 0
   labels: {severity: warning}
