@@ -16,6 +16,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.trees import backup, checkpoint_schedule
+from nearkin.trees.backup_walk import PathProblem
 from nearkin.trees.tree_writer import TreeWriter
 from tests.support.checks.commands import (
     InProcess,
@@ -217,3 +218,45 @@ def test_dry_run_counts_what_a_checkpoint_has(tmp_path: Path, call: InProcess) -
 
 def _interrupt(*_: object) -> bytes:
     raise KeyboardInterrupt
+
+
+def test_json_progress_is_read_line_by_line(tmp_path: Path) -> None:
+    """A program reads status lines while the backup runs; the last line is what `--json` prints."""
+    store, folder = tmp_path / "store", tmp_path / "source"
+    for number in range(60):
+        (folder / f"{number}").mkdir(parents=True)
+        (folder / f"{number}" / "file").write_bytes(os.urandom(1_000_000))
+    (folder / "far").symlink_to("nowhere")
+    open_store(store, create=True).close()
+    words = ["--store", str(store), "--json", "backup", "home", str(folder)]
+    done = run(*words, "--progress")
+    assert (done.returncode, done.stderr) == (0, b"")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    *states, summary = lines
+    assert {state["message_type"] for state in states} == {"status"}
+    assert [state["bytes_done"] for state in states] == sorted(state["bytes_done"] for state in states)
+    last = states[-1]
+    assert (last["files_done"], last["bytes_done"], last["total_bytes"]) == (60, 60_000_000, 60_000_000)
+    assert (last["percent_done"], last["seconds_remaining"], last["error_count"]) == (1.0, 0.0, 0)
+    assert summary.pop("message_type") == "summary"
+    assert summary["read_bytes"] == 60_000_000
+    assert summary.keys() == json.loads(run(*words).stdout).keys()
+
+
+def test_json_progress_lists_errors_and_obeys_quiet(tmp_path: Path) -> None:
+    """With --quiet only errors and the summary are printed."""
+    problems = [PathProblem(b"/a", "permission denied"), PathProblem(b"/b\xff", "changed while it was read")]
+    code = (
+        "import click; from nearkin.cli import json_progress as j; from nearkin.cli.progress import EntriesDone;"
+        "from nearkin.trees.backup_walk import PathProblem;"
+        f"j.is_quiet = lambda: True\nwith j.json_lines(lambda: EntriesDone(0, 0, 2, None), {problems!r}): pass"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line["message_type"], line["item"]) for line in lines] == [("error", "/a"), ("error", "/b\\xff")]
+
+
+def test_progress_without_json_is_refused(tmp_path: Path, call: InProcess) -> None:
+    open_store(tmp_path / "store", create=True).close()
+    done = call("--store", tmp_path / "store", "backup", "home", tmp_path, "--progress")
+    assert (done.returncode, b"--progress: prints JSON lines; give --json" in done.stderr) == (2, True)

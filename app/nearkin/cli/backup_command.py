@@ -56,6 +56,7 @@ RESERVED_METADATA = ("content-type", "tags")
 @click.option("--ignore-inode", is_flag=True, help="The same with another inode: for network file systems.")
 @click.option("--skip-if-unchanged", is_flag=True, help="Store no version if nothing changed since the newest.")
 @click.option("-n", "--dry-run", is_flag=True, help="Report what would be read and left out; store nothing.")
+@click.option("--progress", is_flag=True, help="With --json: a JSON line each second, then the result as the last one.")
 @force_option
 @shared_options
 def backup(
@@ -75,6 +76,7 @@ def backup(
     ignore_inode: bool,
     skip_if_unchanged: bool,
     dry_run: bool,
+    progress: bool,
 ) -> int:
     """Store folders and files as one version of KEY.
 
@@ -88,6 +90,7 @@ def backup(
     find /srv -newer mark -print0 | nearkin backup recent --files-from -
     nearkin backup home /home/kim --dry-run        # files that would be read, entries left out
     nearkin -q backup home /home/kim               # for cron: prints errors alone
+    nearkin backup home /home/kim --json --progress    # for programs: status, error and summary lines
 
     Then: nearkin ls home:/, nearkin restore home -o DIR, nearkin diff home@1 home@2.
 
@@ -119,7 +122,11 @@ def backup(
     if not chosen:
         raise BadInput("backup: no path is given; name folders or files after KEY, or list them with --files-from")
     _check_exclusions(options.exclusions)
-    return _plan(session, key, chosen, options) if dry_run else _back_up(session, key, chosen, options)
+    if progress and (dry_run or not session.as_json):
+        raise BadInput("--progress: prints JSON lines; give --json, and no --dry-run")
+    if dry_run:
+        return _plan(session, key, chosen, options)
+    return _back_up(session, key, chosen, options, as_lines=progress)
 
 
 def parse_tags(values: Sequence[str]) -> list[str]:
@@ -175,7 +182,7 @@ def _check_exclusions(options: ExclusionOptions) -> None:
     Exclusions(options)
 
 
-def _back_up(session: Session, key: str, paths: Sequence[str], options: BackupOptions) -> int:
+def _back_up(session: Session, key: str, paths: Sequence[str], options: BackupOptions, *, as_lines: bool) -> int:
     from nearkin.cli.tree_location import open_tree_store
     from nearkin.trees.backup_walk import BackupCounts
 
@@ -183,10 +190,10 @@ def _back_up(session: Session, key: str, paths: Sequence[str], options: BackupOp
     counts = BackupCounts()
     with (
         open_tree_store(session, read_only=False) as store,
-        _progress(store, key, paths, options, counts, shown=not session.as_json),
+        _progress(store, key, paths, options, counts, shown=not session.as_json, as_lines=as_lines),
     ):
         result = store.backup(key, paths, options=options, counts=counts)
-    return _report(session, key, result, time.perf_counter() - started)
+    return _report(session, key, result, time.perf_counter() - started, as_lines=as_lines)
 
 
 @contextmanager
@@ -198,11 +205,16 @@ def _progress(
     counts: BackupCounts,
     *,
     shown: bool,
+    as_lines: bool,
 ) -> Iterator[None]:
-    """Draw a progress bar; its total is the size of the newest tree, or counted meanwhile."""
+    """Show the progress; its total is the size of the newest tree, or counted meanwhile.
+
+    `as_lines`: as JSON lines, not as a bar.
+    """
+    from nearkin.cli.json_progress import json_lines
     from nearkin.cli.progress import EntriesDone, entries_bar, is_drawn
 
-    if not is_drawn(shown=shown):
+    if not as_lines and not is_drawn(shown=shown):
         yield
         return
     newest = _newest_tree_bytes(store, key)
@@ -225,7 +237,7 @@ def _progress(
     try:
         if thread is not None:
             thread.start()
-        with entries_bar("backup", read, shown=True):
+        with json_lines(read, counts.problems) if as_lines else entries_bar("backup", read, shown=True):
             yield
     finally:
         stop.set()
@@ -307,9 +319,10 @@ def _plan_lines(name: str, counts: PlannedCounts) -> Iterator[str]:
         yield f"{plural(counts.removed, 'entry', 'entries')} of the newest version would not be in the next one"
 
 
-def _report(session: Session, key: str, result: BackupResult, seconds: float) -> int:
+def _report(session: Session, key: str, result: BackupResult, seconds: float, *, as_lines: bool) -> int:
     """Print the result of a backup; return the exit code."""
     from nearkin.cli.exit_codes import ExitCode
+    from nearkin.cli.json_progress import print_json_message
     from nearkin.cli.output import print_json, report, warn
     from nearkin_shared.results_json import put_json
     from nearkin_shared.savings_table import human_bytes, plural
@@ -319,7 +332,11 @@ def _report(session: Session, key: str, result: BackupResult, seconds: float) ->
     code = ExitCode.DONE if result.is_complete else ExitCode.INCOMPLETE
     if session.as_json:
         stored = {"key": key, "version": None} if put is None else put_json(put)
-        print_json({**stored, "dry_run": False, **_counts_json(counts), "seconds": seconds})
+        fields = {**stored, "dry_run": False, **_counts_json(counts), "seconds": seconds}
+        if as_lines:
+            print_json_message("summary", fields)
+        else:
+            print_json(fields)
         return code
     _print_problems(counts)
     name = printable(key)

@@ -2,7 +2,7 @@
 
 A record's JSON form is in `nearkin_shared.results_json`; reports that only a local store gives have theirs here.
 
-Invariant: with `--json` stdout is exactly one JSON value; keys never steer the terminal.
+Invariant: with `--json` stdout is exactly one JSON value (with `--progress` one a line); keys never steer the terminal.
 """
 
 from __future__ import annotations
