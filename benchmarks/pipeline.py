@@ -34,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", type=int, default=4)
     parser.add_argument("--duplicates", type=int, default=2, help="how often the last one is put again")
+    parser.add_argument("--inline", action="store_true", help="send all bytes through Kafka in place of references")
     parser.add_argument("--split", action="store_true", help="a process for each stage in place of one for all")
     parser.add_argument("--kafka", action="append", default=[], metavar="FIELD=VALUE", help="a setting of [kafka]")
     parser.add_argument("--objects", action="store_true", help="print the shared objects that took the CPU, too")
@@ -42,7 +43,9 @@ def main() -> None:
     changed = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in chosen.kafka)}
     files = botocore(chosen.versions)
     with tempfile.TemporaryDirectory(prefix="nearkin-pipeline-") as folder:
-        rows = measured(Path(folder), files, chosen.duplicates, changed, SPLIT if chosen.split else FUSED)
+        rows = measured(
+            Path(folder), files, chosen.duplicates, changed, SPLIT if chosen.split else FUSED, staged=not chosen.inline
+        )
     print(tables(rows))
     if chosen.objects:
         for row in rows:
@@ -52,7 +55,13 @@ def main() -> None:
 
 
 def measured(
-    folder: Path, files: Sequence[Path], duplicates: int, changed: dict[str, Any], services: Sequence[str]
+    folder: Path,
+    files: Sequence[Path],
+    duplicates: int,
+    changed: dict[str, Any],
+    services: Sequence[str],
+    *,
+    staged: bool,
 ) -> list[dict[str, Any]]:
     """Return one row a kind of put: the first version, new versions, duplicates."""
     kinds = {"first version": files[:1], "new version": files[1:], "duplicate": [files[-1]] * duplicates}
@@ -68,22 +77,26 @@ def measured(
         ):
             warm = Uploader(pipeline.settings, "warm")
             for path in (files[0], files[-1], files[-1]):
-                warm.wait(warm.put("b", file_pieces(path)), 600)
+                warm.wait(warm.put("b", file_pieces(path), staged=staged), 600)
             warm.close()
             pids = {name: process.pid for name, process in pipeline.processes.items() if name in WORKERS}
             pids |= {"kafka": kafka.pid, "redis": redis.pid, "uploader": psutil.Process().pid}
             return [
-                row_of(name, uploader, paths, pids, folder / "kafka") for name, paths in kinds.items() if len(paths)
+                row_of(name, uploader, paths, pids, folder / "kafka", staged=staged)
+                for name, paths in kinds.items()
+                if len(paths)
             ]
 
 
-def row_of(kind: str, uploader: Uploader, paths: Sequence[Path], pids: dict[str, int], kafka: Path) -> dict[str, Any]:
+def row_of(
+    kind: str, uploader: Uploader, paths: Sequence[Path], pids: dict[str, int], kafka: Path, *, staged: bool
+) -> dict[str, Any]:
     """Put blobs one after another; return the figures of all together."""
     sent, events, seconds = topic_bytes(kafka), [], 0.0
     with Sampled(pids) as sampled:
         for path in paths:
             started = time.perf_counter()
-            events.append(uploader.wait(uploader.put("b", file_pieces(path)), 600))
+            events.append(uploader.wait(uploader.put("b", file_pieces(path), staged=staged), 600))
             seconds += time.perf_counter() - started
     received = topic_bytes(kafka)
     logical_bytes = sum(event["ledger"]["logical_bytes"] for event in events)

@@ -14,7 +14,9 @@ def handler(context: Context, connect_outbox: ConnectOutbox) -> ChunkerHandler:
     def stage_of(tenant: str) -> ChunkerStage:
         return ChunkerStage(context.settings, tenants[tenant].fingerprinter)
 
-    return ChunkerHandler(context.settings, stage_of, connect_outbox(), Backlog(context.settings))
+    return ChunkerHandler(
+        context.settings, stage_of, connect_outbox(), Backlog(context.settings), context.objects.inner
+    )
 
 
 STAGE = PipelineStage("chunker", "frames", handler)

@@ -18,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from struct import Struct
 
@@ -27,8 +28,8 @@ from nearkin_chunker import BlobRun, ChunkerStage, CutState, FrameRuns
 from nearkin_chunker.cut_state import ENCODED_BYTES, START, decode_state
 from nearkin_shared.config.reduction import NO_RULES
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import ConfigError
-from nearkin_shared.formats.message import CHUNKS_MAX, SEGMENTS_MAX, End, Envelope, Frame, Segments, encode
+from nearkin_shared.errors import ConfigError, NotFound
+from nearkin_shared.formats.message import CHUNKS_MAX, SEGMENTS_MAX, End, Envelope, Frame, Segments, StagedFrame, encode
 from nearkin_shared.kafka.ack_tracker import AckTracker
 from nearkin_shared.kafka.coalesce import CHUNK_BYTES_SENT, FRESH_CHUNK_BYTES_SENT, ROOM_BYTES, SEGMENT_BYTES_SENT
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record
@@ -36,8 +37,10 @@ from nearkin_shared.kafka.lag import BACKLOG_SECONDS, Backlog
 from nearkin_shared.kafka.outbox_port import StageOutbox
 from nearkin_shared.kafka.record_guard import BoundedCache, RecordGuard, headers_of, trace_of
 from nearkin_shared.limits import SEGMENT_BYTES_MAX
+from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.observability.log_setup import about
 from nearkin_shared.pipeline.stage import LookupResults
+from nearkin_shared.storage.staged_packs import delete_pack, pack_name, read_pack
 from nearkin_shared.types import U8, SegmentBatch
 from nearkin_shared.utils.failpoints import failpoint
 
@@ -113,15 +116,25 @@ class _Partition:
     resumed: dict[bytes, _Resumed]
     open: dict[bytes, _Open] = field(default_factory=dict)
     next_offset: int | None = None
+    packs: deque[tuple[int, str]] = field(default_factory=deque)
+    """(offset of the reference, name) of packs that are needed until that offset is committed."""
 
 
 class ChunkerHandler:
     """Cuts frames and sends segments."""
 
     def __init__(
-        self, settings: Settings, stage_of: Callable[[str], ChunkerStage], outbox: StageOutbox, backlog: Backlog
+        self,
+        settings: Settings,
+        stage_of: Callable[[str], ChunkerStage],
+        outbox: StageOutbox,
+        backlog: Backlog,
+        objects: ObjectStore,
     ) -> None:
-        """`backlog`: checked before an upload fails for lack of frames."""
+        """`backlog`: checked before an upload fails for lack of frames.
+
+        `objects` have the packs of references.
+        """
         check_messages_fit(settings)
         self._backlog = backlog
         self._settings = settings
@@ -131,6 +144,8 @@ class ChunkerHandler:
         self._guard = RecordGuard(settings, "chunker", outbox, "segments")
         self._partitions: dict[int, _Partition] = {}
         self._awaiting = AckTracker(outbox)
+        self._objects = objects
+        self._remover = ThreadPoolExecutor(1, "nearkin-staging")
 
     def on_assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
         self._awaiting.forget(partition)
@@ -145,7 +160,7 @@ class ChunkerHandler:
             message = self._guard.decode(record)
             if message is None:
                 continue
-            if isinstance(message, Frame):
+            if isinstance(message, Frame | StagedFrame):
                 found = self._take(part, record, message)
                 if found is not None:
                     touched[message.envelope.blob] = (part, found, record)
@@ -196,13 +211,22 @@ class ChunkerHandler:
             {n: _resume_point(part, self._ruled) for n, part in parts.items() if part.next_offset is not None}
         )
 
+    def on_committed(self, partition: int, offset: int) -> None:
+        """Delete the packs of references before the offset: nothing needs them any more."""
+        packs = self._partitions[partition].packs if partition in self._partitions else deque()
+        while packs and packs[0][0] < offset:
+            self._remover.submit(delete_pack, self._objects, packs.popleft()[1])
+
     def close(self) -> None:  # noqa: D102
         self._outbox.close()
         self._backlog.close()
+        self._remover.shutdown(cancel_futures=True)
 
-    def _take(self, part: _Partition, record: Record, frame: Frame) -> _Open | None:
+    def _take(self, part: _Partition, record: Record, frame: Frame | StagedFrame) -> _Open | None:
         """Append a frame to its blob; return the blob, or None if nothing is to be done."""
-        envelope, payload = frame.envelope, frame.payload
+        envelope = frame.envelope
+        if isinstance(frame, StagedFrame):
+            part.packs.append((record.offset, pack_name(envelope.blob, envelope.position)))
         blob = part.open.get(envelope.blob)
         if blob is None:
             state = part.resumed.pop(envelope.blob, None)
@@ -220,16 +244,51 @@ class ChunkerHandler:
         elif not self._guard.belongs(record, envelope, blob.envelope):
             return None
         blob.last_seen = time.monotonic()
-        start, stop = envelope.position, envelope.position + len(payload)
+        size_bytes = frame.size_bytes if isinstance(frame, StagedFrame) else len(frame.payload)
+        start, stop = envelope.position, envelope.position + size_bytes
         if start > blob.end:
             self._fail(part, blob, f"bytes {blob.end} to {start} are missing; upload it again", trace_of(record))
             return None
-        blob.frames.append((record.offset, stop))
-        if stop > blob.end:
+        if stop <= blob.end:
+            blob.frames.append((record.offset, stop))
+            return blob
+        payload = self._payload(part, record, blob, frame)
+        if payload is not None:
+            blob.frames.append((record.offset, stop))
             fresh = payload[blob.end - start :]
             blob.waiting.append(fresh)
             blob.waiting_bytes += len(fresh)
-        return blob
+            return blob
+        return None
+
+    def _payload(self, part: _Partition, record: Record, blob: _Open, frame: Frame | StagedFrame) -> U8 | None:
+        """Return the bytes of a frame, or None after failing its blob. Raises RetryableError."""
+        if isinstance(frame, Frame):
+            return frame.payload
+        found: list[U8 | None] = []
+        name = pack_name(blob.envelope.blob, frame.envelope.position)
+
+        def read() -> None:
+            try:
+                found.append(read_pack(self._objects, frame))
+            except NotFound:
+                found.append(None)
+
+        if not self._guard.carry_out(record, blob.envelope, read):
+            part.open.pop(blob.envelope.blob, None)
+            return None
+        if found[0] is None:  # deleted after the blob ended, if Kafka lost the offsets behind it
+            end = End(
+                replace(blob.envelope, sequence=blob.sequence),
+                frame.began_us,
+                frame.origin,
+                segments=0,
+                failure=f"chunker: {name} is missing; upload it again",
+            )
+            headers = headers_of("chunker", "end", end.envelope, trace_of(record))
+            self._outbox.send("segments", blob.envelope.blob, encode(end), headers)
+            part.open.pop(blob.envelope.blob, None)
+        return found[0]
 
     def _end(self, part: _Partition, record: Record, end: End) -> None:
         blob = part.open.get(end.envelope.blob)

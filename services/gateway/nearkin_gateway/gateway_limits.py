@@ -22,10 +22,10 @@ SLOW_BYTES_PER_SECOND = 1024
 """A client that sends or receives less is disconnected: the slowest modems are faster."""
 BUSY_BYTES_PER_SECOND = 65_536
 """The same bound when all uploads, or downloads, are active; from half of them on the bound rises towards it."""
-UPLOAD_UNACKNOWLEDGED_BYTES = 8 * MIB
-"""Bytes of one upload that are sent to Kafka and not acknowledged: enough for one connection's round trips."""
-UNACKNOWLEDGED_BYTES = 48 * MIB
-"""The same bytes of all uploads: the memory that a slow broker can take."""
+UPLOAD_UNACKNOWLEDGED_BYTES = 24 * MIB
+"""Bytes of one upload that are received and not acknowledged: a pack that fills, and two that are being sent."""
+UNACKNOWLEDGED_BYTES = 96 * MIB
+"""The same bytes of all uploads: the memory that a slow broker or object store can take."""
 UPLOAD_STATUS_BYTES = 64 * MIB
 """Memory for results of uploads, some 50,000; the oldest are removed first."""
 UPLOAD_STATUS_SECONDS = 3600

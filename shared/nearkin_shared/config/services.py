@@ -23,7 +23,7 @@ from nearkin_shared.config.validators import (
     Text,
     TopicTenants,
 )
-from nearkin_shared.limits import GIB
+from nearkin_shared.limits import GIB, MIB
 from nearkin_shared.utils.frozen import held
 
 REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
@@ -154,6 +154,10 @@ class PipelineSettings:
     stages: Annotated[str, StageGroups()] = "fused"
     """`fused` (all stages in each worker), `split` (a worker for each stage), or groups such as
     `chunker+dedup, resemblance+delta+committer`. Stages of one worker pass messages in memory, others through Kafka.
+    """
+    inline_bytes: Annotated[int, SizeRange(0, 2048 * GIB)] = MIB
+    """The bytes of a larger upload wait in the object store (`staging/`) while Kafka carries references to them. Those
+    of a smaller one, and all of an encrypted store, go through Kafka.
     """
 
 

@@ -28,7 +28,7 @@ from nearkin_shared.utils.frozen import held
 MARK_SWEEP, HYBRID, REFCOUNT, EXPIRY = GC_MODES = ("mark-sweep", "hybrid", "refcount", "expiry")
 STORE_FOLDERS = (
     *("containers", "manifests", "gc", "parity", "pause", "quarantine", "scrub", "keys", "heads"),
-    *("index", "tmp", "uploads", "reserve", "nearkin.json"),
+    *("index", "tmp", "uploads", "staging", "reserve", "nearkin.json"),
 )
 ENCRYPTIONS = ("none", "aes-256-gcm")
 PAGE_CACHES = ("drop", "keep")

@@ -31,6 +31,8 @@ from nearkin_shared.formats.message_layout import (
     MAGIC,
     MESSAGE_BYTES_MAX,
     SEGMENTS_MAX,
+    STAGED,
+    STAGED_VERSION,
     VERSION,
     Column,
     Counts,
@@ -42,7 +44,7 @@ from nearkin_shared.formats.message_layout import (
     read_header,
 )
 from nearkin_shared.kernels.scatter_copy import gather_new
-from nearkin_shared.limits import SEGMENT_BYTES_MAX
+from nearkin_shared.limits import MIB, SEGMENT_BYTES_MAX
 from nearkin_shared.preconditions import Precondition, checked_tags
 from nearkin_shared.results import LEDGER_FIELDS, Ledger
 from nearkin_shared.types import U8, U32, Bools, FreshBatch, Locations, PairedBatch, SegmentBatch
@@ -64,18 +66,24 @@ __all__ = [
     "Paired",
     "Placed",
     "Segments",
+    "StagedFrame",
     "UndecodedMessage",
     "decode",
     "encode",
     "encode_paired",
     "is_end",
+    "is_staged",
     "read",
     "read_header",
 ]
 
 FAILURE_CHARACTERS_MAX = 500
 
+DIGEST_BYTES = 32
+STAGED_BYTES_MAX = 64 * MIB
+"""Bound of a pack that a worker reads into memory."""
 _END = bytes([MessageKind.END])
+_STAGED = bytes([MessageKind.STAGED])
 
 
 @frozen
@@ -84,6 +92,23 @@ class Frame:
 
     envelope: Envelope
     payload: U8
+
+
+@frozen
+class StagedFrame:
+    """A reference to a slice of a blob in the object store.
+
+    See `nearkin_shared.storage.staged_packs`.
+    """
+
+    envelope: Envelope
+    origin: bytes
+    """16 bytes that all attempts to store the same upload share."""
+    began_us: int
+    """Microseconds since 1970 at the start of the upload."""
+    size_bytes: int
+    blake3: bytes
+    """Digest of the slice, 32 bytes."""
 
 
 @frozen
@@ -145,7 +170,7 @@ class End:
     """Earliest time of another attempt with this origin; None: none was made before `began_us`."""
 
 
-Message = Frame | Segments | Fresh | Paired | Placed | End
+Message = Frame | StagedFrame | Segments | Fresh | Paired | Placed | End
 
 assert len(LEDGER_FIELDS) == 12
 
@@ -158,6 +183,8 @@ def encode(message: Message) -> bytes:
     match message:
         case Frame():
             kind, payload = MessageKind.FRAME, message.payload.data
+        case StagedFrame():
+            kind, payload = MessageKind.STAGED, _staged_payload(message)
         case Segments():
             kind, counts, columns = MessageKind.SEGMENTS, _counts(message.batch), _segment_columns(message.batch)
             payload = _chunk_bytes(message.batch, np.flatnonzero(~message.batch.zero))
@@ -187,7 +214,7 @@ def encode(message: Message) -> bytes:
     if problem is not None or len(envelope.blob) != BLOB_BYTES:
         raise BadInput(f"message: {problem or f'blob id of {len(envelope.blob)} bytes: want {BLOB_BYTES}'}")
     conditional = isinstance(message, End) and message.precondition is not None
-    version = CONDITIONAL_VERSION if conditional else VERSION
+    version = CONDITIONAL_VERSION if conditional else STAGED_VERSION if kind is MessageKind.STAGED else VERSION
     header = _header(kind, envelope, counts, len(payload), len(tenant), len(sketch_name), len(key), version)
     written = [np.ascontiguousarray(columns[name], dtype) for name, dtype, _ in COLUMNS[kind]]
     return _join([header, tenant, key, sketch_name, *written, payload])
@@ -266,6 +293,11 @@ def is_end(data: bytes) -> bool:
     return data[:4] == MAGIC and data[5:6] == _END
 
 
+def is_staged(data: bytes) -> bool:
+    """Return whether the data begin as a reference to a pack does: a hint, as `is_end`."""
+    return data[:4] == MAGIC and data[5:6] == _STAGED
+
+
 def decode(data: bytes, what: str) -> Message:
     """Decode a message; its payload is a view of `data`. Raises Corrupt, FormatTooNew."""
     return read(read_header(data, what))
@@ -276,8 +308,9 @@ def read(message: UndecodedMessage) -> Message:
     envelope = message.envelope
     try:
         match message.kind:
-            case MessageKind.FRAME:
-                return Frame(envelope, message.payload)
+            case MessageKind.FRAME | MessageKind.STAGED:
+                is_inline = message.kind is MessageKind.FRAME
+                return Frame(envelope, message.payload) if is_inline else _staged(envelope, message.payload)
             case MessageKind.SEGMENTS:
                 return Segments(envelope, read_segments([message]).part(0))
             case MessageKind.FRESH:
@@ -342,6 +375,24 @@ def _paired_columns(paired: PairedBatch) -> dict[str, Column]:
         "base_found": paired.base_found,
         "base_rank": paired.base_rank,
     }
+
+
+# --- references ------------------------------------------------------------------------------------------------------
+
+
+def _staged_payload(message: StagedFrame) -> bytes:
+    if len(message.origin) != BLOB_BYTES or len(message.blake3) != DIGEST_BYTES or message.size_bytes < 1:
+        raise BadInput(
+            f"message: a reference to {message.size_bytes} bytes, or with an origin or a digest of wrong size"
+        )
+    return STAGED.pack(message.size_bytes, message.began_us, message.origin, message.blake3)
+
+
+def _staged(envelope: Envelope, payload: U8) -> StagedFrame:
+    size_bytes, began_us, origin, digest = STAGED.unpack(payload)
+    if not 1 <= size_bytes <= STAGED_BYTES_MAX:
+        raise ValueError(f"a reference to {size_bytes} bytes: want 1 to {STAGED_BYTES_MAX}")
+    return StagedFrame(envelope, origin, _check_bound(began_us, "began_us", CREATED_US_MAX), size_bytes, digest)
 
 
 # --- the end of a blob -----------------------------------------------------------------------------------------------

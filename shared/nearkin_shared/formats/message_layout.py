@@ -29,6 +29,11 @@ from nearkin_shared.utils.frozen import frozen
 
 MAGIC = b"NKS1"
 VERSION = 1
+STAGED_VERSION = 3
+"""Format of a reference to a pack: a reader without staging must refuse it by its version."""
+STAGED = Struct("<QQ16s32s")
+"""Payload of a reference to a pack: its bytes, the start of the upload, the upload's origin, BLAKE3 of the pack."""
+VERSIONS_READ = (1, 2, 3)
 CONDITIONAL_VERSION = 2
 """Format of an end with a precondition: a reader without preconditions must refuse it, not commit regardless."""
 BLOB_BYTES = 16
@@ -57,6 +62,7 @@ class MessageKind(IntEnum):
     PAIRED = 4
     PLACED = 5
     END = 6
+    STAGED = 7
 
 
 @frozen
@@ -120,6 +126,7 @@ COLUMNS: dict[MessageKind, tuple[tuple[str, str, str], ...]] = {
     MessageKind.PAIRED: _PAIRED_COLUMNS,
     MessageKind.PLACED: _PLACED_COLUMNS,
     MessageKind.END: (),
+    MessageKind.STAGED: (),
 }
 _ITEMS = ("segments", "segments+1", "segments*20", "chunks", "chunks*32", "fresh", "fresh*super_features")
 _KINDS: dict[int, MessageKind] = {int(kind): kind for kind in MessageKind}
@@ -132,6 +139,7 @@ _WIDTHS = {
 _PAYLOAD_MAX = dict.fromkeys(MessageKind, SEGMENT_BYTES_MAX) | {
     MessageKind.END: END_BYTES_MAX,
     MessageKind.PLACED: LEDGER.size,
+    MessageKind.STAGED: STAGED.size,
 }
 
 
@@ -200,9 +208,9 @@ def read_header(data: bytes, what: str) -> UndecodedMessage:
         raise Corrupt(f"{what}: {len(data)} bytes are too many for a message, want at most {MESSAGE_BYTES_MAX}")
     if len(data) < HEADER.size or data[:4] != MAGIC:
         raise Corrupt(f"{what}: not a Nearkin message ({len(data)} bytes, starts with {data[:4]!r})")
-    if data[4] not in (VERSION, CONDITIONAL_VERSION):
+    if data[4] not in VERSIONS_READ:
         raise FormatTooNew(
-            f"{what}: message format {data[4]}; this Nearkin reads {VERSION} and {CONDITIONAL_VERSION}: "
+            f"{what}: message format {data[4]}; this Nearkin reads {VERSIONS_READ[0]} to {VERSIONS_READ[-1]}: "
             "upgrade the workers together"
         )
     fields = HEADER.unpack_from(data)

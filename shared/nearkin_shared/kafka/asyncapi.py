@@ -46,7 +46,7 @@ HEADER_FIELDS = (
     *("chunks", "super_features", "tenant_bytes", "sketch_bytes", "key_bytes"),
 )
 KINDS_OF: dict[str, tuple[MessageKind, ...]] = {
-    "frames": (MessageKind.FRAME, MessageKind.END),
+    "frames": (MessageKind.FRAME, MessageKind.STAGED, MessageKind.END),
     "segments": (MessageKind.SEGMENTS, MessageKind.END),
     "fresh": (MessageKind.FRESH, MessageKind.END),
     "paired": (MessageKind.PAIRED, MessageKind.END),
@@ -62,6 +62,7 @@ _SUMMARY = {
     MessageKind.PAIRED: "After resemblance: super-features of fresh chunks, and candidates for their bases.",
     MessageKind.PLACED: "Durable: where the segments lie, and what they cost.",
     MessageKind.END: "The blob has ended: whole, or with a failure.",
+    MessageKind.STAGED: "A reference to a slice of a blob in the object store, at most 64 MiB.",
 }
 _PAYLOAD = {
     MessageKind.FRAME: "the slice",
@@ -70,6 +71,7 @@ _PAYLOAD = {
     MessageKind.PAIRED: "the fresh chunks, in order",
     MessageKind.PLACED: "the ledger: u64 each",
     MessageKind.END: "JSON",
+    MessageKind.STAGED: "u64 bytes of the slice, u64 start of the upload in microseconds, origin (16), BLAKE3 (32)",
 }
 _TOPIC_TEXT = {
     "frames": "Uploads as they come in. Keyed by blob id.",

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka import Message as KafkaMessage
@@ -91,6 +91,14 @@ class Handler(Protocol):
 
     def close(self) -> None:
         """Release all resources; incomplete work is dropped."""
+
+
+@runtime_checkable
+class SupportsCommitted(Protocol):
+    """A handler that keeps something until an offset is committed."""
+
+    def on_committed(self, partition: int, offset: int) -> None:
+        """Release what records before a committed offset needed: they are not read again."""
 
 
 class Runnable(Protocol):
@@ -314,6 +322,9 @@ class Loop:
             _log.warning("%s: offsets not committed: %s", self._topic, err.args[0].str())
             return
         self._committed.update(changed)
+        if isinstance(self._handler, SupportsCommitted):
+            for part, (offset, _) in changed.items():
+                self._handler.on_committed(part, offset)
         failpoint("worker.committed")
 
 

@@ -16,8 +16,9 @@ from functools import partial
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.formats.message import is_staged
 from nearkin_shared.kafka.clients import Headers, Outbox, topic
-from nearkin_shared.kafka.consumer_loop import Handler, Record, hand_over
+from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted, hand_over
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.outbox_port import StageOutbox
 from nearkin_shared.utils.frozen import frozen
@@ -108,7 +109,20 @@ class StageChain:
         self._first.on_assigned(partition, metadata)
 
     def handle(self, records: list[Record]) -> None:
-        """Process records through all stages. Raises RetryableError."""
+        """Process records through all stages, references one by one: each may stand for megabytes.
+
+        Raises RetryableError.
+        """
+        run: list[Record] = []
+        for record in records:
+            run.append(record)
+            if is_staged(record.value):
+                self._handle_run(run)
+                run = []
+        if run:
+            self._handle_run(run)
+
+    def _handle_run(self, records: list[Record]) -> None:
         self._first.handle(records)
         self._pass_on()
 
@@ -134,6 +148,10 @@ class StageChain:
     def committable(self) -> Iterable[tuple[int, int, str]]:
         """Yield what the first stage may commit."""
         return self._first.committable()
+
+    def on_committed(self, partition: int, offset: int) -> None:  # noqa: D102
+        if isinstance(self._first, SupportsCommitted):
+            self._first.on_committed(partition, offset)
 
     def close(self) -> None:
         """Close all stages, the last one first: its open containers are dropped."""

@@ -19,6 +19,7 @@ import numpy as np
 from blake3 import blake3
 from confluent_kafka import TopicPartition
 
+from nearkin_gateway.uploads.upload_status import new_id
 from nearkin_shared.config.loader import load
 from nearkin_shared.config.pipeline_stages import FUSED as FUSED_STAGES
 from nearkin_shared.config.settings import Settings
@@ -26,7 +27,8 @@ from nearkin_shared.formats.message import End, Envelope, Frame, encode
 from nearkin_shared.kafka.clients import Outbox, consumer, create_topics, topic
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator, authenticator_of
 from nearkin_shared.limits import FRAME_BYTES_MAX
-from nearkin_shared.objectstore.factory import open_store_of
+from nearkin_shared.objectstore.factory import open_objects, open_store_of
+from nearkin_shared.storage.staged_packs import PACK_BYTES, UploadAttempt, put_pack
 from nearkin_shared.utils.failpoints import VARIABLE
 
 SPLIT = ("chunker", "dedup", "resemblance", "delta", "maintenance")
@@ -165,6 +167,7 @@ class Uploader:
         self._settings = settings
         self._tenant = tenant
         self.outbox = Outbox(settings, f"uploader-{os.getpid()}", store_authenticator(settings))
+        self._packs = open_objects(settings)
         self._events: dict[str, list[dict[str, Any]]] = {}
         self._consumer = consumer(settings, f"uploader-{secrets.token_hex(4)}", "uploader")
         full = topic(settings, "committed")
@@ -178,10 +181,23 @@ class Uploader:
         origin: bytes | None = None,
         cut: bool = False,
         metadata: Mapping[str, str] | None = None,
+        staged: bool = False,
     ) -> str:
-        """Send a blob; return its id once Kafka has all of it. `cut`: omit the end message."""
-        blob, hasher, position = secrets.token_bytes(16), blake3(), 0
+        """Send a blob; return its id once Kafka has all of it.
+
+        `cut`: omit the end message. `staged`: Kafka carries references to packs in the object store.
+        """
+        blob, hasher, position = new_id(), blake3(), 0
         began_us = time.time_ns() // 1000
+        if staged:
+            attempt = UploadAttempt(blob, self._tenant, key, origin or blob, began_us)
+            for pack in _packs(pieces):
+                for part in pack:
+                    hasher.update(part)
+                reference = put_pack(self._packs, attempt, position, pack)
+                self.outbox.send("frames", blob, encode(reference), {})
+                position += reference.size_bytes
+            pieces = ()
         for piece in pieces:
             for start in range(0, len(piece), FRAME_BYTES_MAX):
                 part = piece[start : start + FRAME_BYTES_MAX]
@@ -228,6 +244,17 @@ class Uploader:
         """Release all connections."""
         self._consumer.close()
         self.outbox.close()
+
+
+def _packs(pieces: Iterable[bytes]) -> Iterator[list[bytes]]:
+    held: list[bytes] = []
+    for piece in pieces:
+        held.append(piece)
+        if sum(map(len, held)) + len(piece) > PACK_BYTES:
+            yield held
+            held = []
+    if held:
+        yield held
 
 
 @contextmanager

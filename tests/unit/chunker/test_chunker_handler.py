@@ -24,6 +24,7 @@ from nearkin_shared.kafka.clients import Headers, Outbox
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.lag import Backlog
 from nearkin_shared.kafka.offset_tracker import PartitionOffsets
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.pipeline.stage import LookupResults
 from tests.support.data import content_samples as samples
 
@@ -59,6 +60,9 @@ class Kept(Outbox):
         pass
 
 
+OBJECTS = memory_objects()
+
+
 class Waiting(Backlog):
     """Reports the backlog of the topic that a test sets."""
 
@@ -77,7 +81,7 @@ def handler(outbox: Kept, chosen: Settings = SETTINGS, backlog: Backlog | None =
     def stage_of(tenant: str) -> ChunkerStage:
         return ChunkerStage(chosen, Fingerprinter(b"s" * 32, tenant))
 
-    return ChunkerHandler(chosen, stage_of, outbox, backlog or Waiting())
+    return ChunkerHandler(chosen, stage_of, outbox, backlog or Waiting(), OBJECTS)
 
 
 def record(offset: int, value: bytes) -> Record:

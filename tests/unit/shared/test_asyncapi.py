@@ -27,6 +27,7 @@ from nearkin_shared.formats.message import (
     Paired,
     Placed,
     Segments,
+    StagedFrame,
     encode,
 )
 from nearkin_shared.formats.message_layout import COLUMNS
@@ -57,6 +58,7 @@ SAMPLES: dict[MessageKind, Message] = {
         np.array([10, 20], np.uint32), Ledger(*range(12)),
     ),
     MessageKind.END: End(BLOB, 1, bytes(16), 10, bytes(32), bytes(32), 3, None, {"host": "db1"}),
+    MessageKind.STAGED: StagedFrame(BLOB, bytes(16), 1, 10, bytes(32)),
 }  # fmt: skip
 
 
@@ -106,7 +108,8 @@ def test_message_is_readable_by_the_document_alone(kind: MessageKind) -> None:
     for field in layout["header"]:
         part = data[field["offset"] : field["offset"] + field["bytes"]]
         header[field["name"]] = part if field["type"] == "bytes" else int.from_bytes(part, "little")
-    assert (header["magic"], header["version"], header["kind"]) == (b"NKS1", 1, int(kind))
+    version = 3 if kind is MessageKind.STAGED else 1
+    assert (header["magic"], header["version"], header["kind"]) == (b"NKS1", version, int(kind))
     assert (header["blob"], header["position"], header["sequence"]) == (BLOB.blob, BLOB.position, BLOB.sequence)
     at = 64
     names = dict.fromkeys(layout["names"], "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,14 @@ from nearkin_shared.errors import ConfigError, StoreUnavailable
 from nearkin_shared.formats.message import End, Envelope, Frame, Placed, decode, encode
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.clients import Outbox
-from nearkin_shared.kafka.consumer_loop import Handler, Record
+from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted
 from nearkin_shared.kafka.outbox_port import StageOutbox
 from nearkin_shared.kafka.relay_handler import StatelessStageHandler
 from nearkin_shared.kafka.stage_chain import ChainLink, chain
 from nearkin_shared.kafka.stage_parts import parts_of
 from nearkin_shared.kafka.tenant_context import TenantContexts, tenant_contexts
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.storage.staged_packs import UploadAttempt, put_pack
 
 SETTINGS = Settings()
 CONTENT = text_like(3_000_000, 4) + random_bytes(700_000, 5)
@@ -82,11 +84,16 @@ class Fleet:
     def __init__(self, tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch) -> None:
         self.outboxes: list[KafkaFake] = []
         self.tenants = tenants
+        self.objects = memory_objects()
         monkeypatch.setattr(delta_handler, "Outbox", self.outbox)
 
     def outbox(self, *_: object) -> KafkaFake:
         self.outboxes.append(KafkaFake())
         return self.outboxes[-1]
+
+    def chunker_of(self, stage_of: Callable[[str], ChunkerStage]) -> Callable[[Callable[[], StageOutbox]], Handler]:
+        backlog: Any = NoBacklog()
+        return lambda connect: ChunkerHandler(SETTINGS, stage_of, connect(), backlog, self.objects)
 
     def links(self) -> list[ChainLink]:
         tenants = self.tenants
@@ -98,9 +105,8 @@ class Fleet:
             return lambda connect: StatelessStageHandler(SETTINGS, stage, following, work, connect())
 
         resemblance = resemblance_work(tenants, lambda: SETTINGS)
-        backlog: Any = NoBacklog()
         return [
-            ChainLink("chunker", "frames", lambda connect: ChunkerHandler(SETTINGS, stage_of, connect(), backlog)),
+            ChainLink("chunker", "frames", self.chunker_of(stage_of)),
             ChainLink("dedup", "segments", relay("dedup", "fresh", dedup_work(SETTINGS, tenants))),
             ChainLink("resemblance", "fresh", relay("resemblance", "paired", resemblance)),
             ChainLink("delta", "paired", lambda _: DeltaHandler(SETTINGS, lambda: SETTINGS, tenants, "w", None)),
@@ -246,6 +252,79 @@ def test_open_blob_of_a_lost_partition_starts_again(fleet: Fleet) -> None:
     assert max(sequence + count for sequence, count in found) == next(
         one.segments for one in fleet.placed() if isinstance(one, End)
     )
+    worker.close()
+
+
+def staged(fleet: Fleet, blob: bytes = BLOB, pack_bytes: int = 1_500_000) -> list[Record]:
+    """Return the records of a blob whose bytes are in packs."""
+    attempt, values = UploadAttempt(blob, "t", "key", b"o" * 16, 5), []
+    for start in range(0, len(CONTENT), pack_bytes):
+        values.append(encode(put_pack(fleet.objects, attempt, start, [CONTENT[start : start + pack_bytes]])))
+    values.append(frames(blob)[-1].value)
+    return [Record("frames", 0, at, blob, value, {}, ()) for at, value in enumerate(values)]
+
+
+def packs(fleet: Fleet) -> int:
+    return sum(1 for _ in fleet.objects.names("staging"))
+
+
+def test_references_give_the_locations_of_frames(fleet: Fleet) -> None:
+    worker = fleet.chained(fleet.links())
+    worker.handle(staged(fleet))
+    worker.drain(0)
+    first = [run for run in fleet.placed() if isinstance(run, Placed)]
+    assert sum(int(run.lengths.sum()) for run in first) == len(CONTENT)
+    worker.handle(frames(b"c" * 16, first=10))
+    worker.drain(0)
+    again = [run for run in fleet.placed() if isinstance(run, Placed) and run.envelope.blob == b"c" * 16]
+    assert all(run.known.all() for run in again)  # the same segments
+    worker.close()
+
+
+def test_packs_are_deleted_behind_the_committed_offset(fleet: Fleet) -> None:
+    worker = fleet.chained(fleet.links())
+    assert isinstance(worker, SupportsCommitted)
+    records = staged(fleet)
+    worker.handle(records)
+    worker.drain(0)
+    assert packs(fleet) == len(records) - 1  # durable effects, but no committed offset
+    worker.on_committed(0, 2)
+    deadline = time.monotonic() + 10
+    while packs(fleet) > len(records) - 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert packs(fleet) == len(records) - 3
+    worker.close()
+
+
+def test_missing_pack_fails_the_blob_unless_committed(fleet: Fleet) -> None:
+    """Name the origin, so that the committer finds a version that was committed before the pack was deleted."""
+    worker = fleet.chained(fleet.links())
+    records = staged(fleet)
+    for name, _ in list(fleet.objects.names("staging")):
+        fleet.objects.delete(name)
+    worker.handle(records)
+    worker.drain(0)
+    assert offset(worker) == len(records)
+    (end,) = fleet.placed()
+    assert isinstance(end, End)
+    assert (end.origin, end.began_us, end.segments) == (b"o" * 16, 5, 0)
+    assert end.failure is not None
+    assert "is missing; upload it again" in end.failure
+    worker.close()
+
+
+def test_damaged_pack_fails_the_blob(fleet: Fleet) -> None:
+    worker = fleet.chained(fleet.links())
+    records = staged(fleet)
+    name = next(name for name, _ in fleet.objects.names("staging"))
+    size = fleet.objects.size_bytes(name)
+    fleet.objects.delete(name)
+    fleet.objects.put_new(name, b"\0" * size)
+    worker.handle(records)
+    worker.drain(0)
+    assert offset(worker) == len(records)
+    assert any(isinstance(one, End) and one.failure and "of its reference" in one.failure for one in fleet.placed())
+    assert [letter["__connect.errors.stage"] for outbox in fleet.outboxes for letter in outbox.dead] == [b"chunker"]
     worker.close()
 
 

@@ -23,14 +23,16 @@ from confluent_kafka import Message as KafkaMessage
 
 from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.backends.ingest_backend import UploadRequest, UploadResult
+from nearkin_gateway.backends.pack_writer import Frames, PackStore, PackWriter
 from nearkin_gateway.http.request_limits import Budget
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NearkinError, StoreUnavailable
-from nearkin_shared.formats.message import FAILURE_CHARACTERS_MAX, End, Envelope, Frame, encode
+from nearkin_shared.formats.message import FAILURE_CHARACTERS_MAX, End, Envelope, Frame, StagedFrame, encode
 from nearkin_shared.kafka.clients import delivery_error, is_final, producer, signed_headers, topic, unavailable
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.record_guard import headers_of
 from nearkin_shared.storage.committed_origins import BlobOrigin
+from nearkin_shared.storage.staged_packs import UploadAttempt
 from nearkin_shared.validation import check_metadata, check_user_key
 
 POLL_SECONDS = 0.1
@@ -50,8 +52,18 @@ class KafkaIngest:
 
     commits = False
 
-    def __init__(self, settings: Settings, client_id: str, authenticator: EnvelopeAuthenticator | None) -> None:
-        """`authenticator` signs every message."""
+    def __init__(
+        self,
+        settings: Settings,
+        client_id: str,
+        authenticator: EnvelopeAuthenticator | None,
+        packs: PackStore | None = None,
+    ) -> None:
+        """`authenticator` signs every message.
+
+        `packs`: for large uploads; None: all bytes go through Kafka.
+        """
+        self.packs = packs
         self._settings = settings
         self._authenticator = authenticator
         self.frames = topic(settings, "frames")
@@ -200,16 +212,35 @@ class KafkaUpload:
         self._own = Budget(ingest.upload_bytes_max)
         self._tracker = Tracker(self._own, ingest.budget)
         self._position = 0
+        self._is_begun = False
+        """Whether Kafka has a message of this upload."""
+        self._unsent_bytes = 0
+        """Room that was taken for what is not sent yet."""
+        self._packs: PackWriter | None = None
+        if ingest.packs is not None:
+            attempt = UploadAttempt(intent.blob, intent.tenant, intent.key, intent.origin, intent.began_us)
+            self._packs = PackWriter(ingest.packs, attempt, self._send_reference, self._send_frames)
 
     async def write(self, frame: bytes | bytearray) -> None:
         """Send a frame once there is room for it."""
         self._tracker.check()
-        message = Frame(self._envelope(), np.frombuffer(frame, np.uint8))
-        await self._send(encode(message), len(frame), "frame")
+        await self._take_room(len(frame))
+        if self._packs is None:
+            await self._send_frames(self._position, [frame])
+        else:
+            await self._packs.add(frame)
         self._position += len(frame)
 
     async def finish(self, ending: UploadResult) -> None:
         """Send the end and wait for every acknowledgement."""
+        try:
+            await self._finish(ending)
+        finally:
+            self._release_unsent()
+
+    async def _finish(self, ending: UploadResult) -> None:
+        if self._packs is not None:
+            await self._packs.flush()
         self._tracker.check()
         end = End(
             envelope=self._envelope(),
@@ -222,12 +253,16 @@ class KafkaUpload:
             precondition=self._intent.precondition,
             first_attempt_us=self._intent.first_attempt_us,
         )
-        await self._send(encode(end), MESSAGE_ROOM_BYTES, "end")
+        await self._take_room(MESSAGE_ROOM_BYTES)
+        await self._send(encode(end), MESSAGE_ROOM_BYTES, "end", self._position)
         await self._tracker.wait_for_acks()
 
     async def abort(self, why: str) -> None:
         """Report that the upload ended without success, unless no frame was sent."""
-        if not self._position:
+        if self._packs is not None:
+            await self._packs.cancel()
+        self._release_unsent()
+        if not self._is_begun:
             return
         end = End(
             envelope=self._envelope(),
@@ -237,25 +272,50 @@ class KafkaUpload:
             failure=why[:FAILURE_CHARACTERS_MAX],
         )
         try:
-            await self._send(encode(end), MESSAGE_ROOM_BYTES, "end")
+            await self._take_room(MESSAGE_ROOM_BYTES)
+            await self._send(encode(end), MESSAGE_ROOM_BYTES, "end", self._position)
         except NearkinError as err:
             _log.warning("upload %s: its end could not be sent: %s", self._intent.blob.hex(), err)
 
-    def _envelope(self) -> Envelope:
-        return Envelope(self._intent.blob, self._intent.tenant, self._intent.key, self._position)
+    def _envelope(self, position: int | None = None) -> Envelope:
+        position = self._position if position is None else position
+        return Envelope(self._intent.blob, self._intent.tenant, self._intent.key, position)
 
-    async def _send(self, value: bytes, room_bytes: int, kind: str) -> None:
+    async def _send_frames(self, position: int, frames: Frames) -> None:
+        for frame in frames:
+            message = Frame(self._envelope(position), np.frombuffer(frame, np.uint8))
+            await self._send(encode(message), len(frame), "frame", position)
+            position += len(frame)
+
+    async def _send_reference(self, staged: StagedFrame) -> None:
+        await self._send(encode(staged), staged.size_bytes, "frame", staged.envelope.position)
+
+    async def _take_room(self, room_bytes: int) -> None:
+        """Wait for room in both budgets.
+
+        What this upload holds is sent first, or it could wait for itself.
+        """
+        budgets = self._own, self._ingest.budget
+        if self._packs is not None and not all(budget.has_room(room_bytes) for budget in budgets):
+            self._packs.send_held()
         await self._own.take(room_bytes)
         try:
             await self._ingest.budget.take(room_bytes)
         except asyncio.CancelledError:
             self._own.give(room_bytes)
             raise
+        self._unsent_bytes += room_bytes
+
+    def _release_unsent(self) -> None:
+        """Give back the room of frames that are not sent any more."""
+        for budget in (self._own, self._ingest.budget):
+            budget.give(self._unsent_bytes)
+        self._unsent_bytes = 0
+
+    async def _send(self, value: bytes, room_bytes: int, kind: str, position: int) -> None:
+        """Queue a message for which room was taken; its acknowledgement gives the room back."""
         trace = self._intent.trace
-        headers = headers_of("gateway", kind, self._envelope(), None if trace is None else trace.encode())
-        try:
-            await self._ingest.send(self._ingest.frames, self._intent.blob, value, headers, self._tracker, room_bytes)
-        except BaseException:
-            self._own.give(room_bytes)
-            self._ingest.budget.give(room_bytes)
-            raise
+        headers = headers_of("gateway", kind, self._envelope(position), None if trace is None else trace.encode())
+        await self._ingest.send(self._ingest.frames, self._intent.blob, value, headers, self._tracker, room_bytes)
+        self._is_begun = True
+        self._unsent_bytes -= room_bytes

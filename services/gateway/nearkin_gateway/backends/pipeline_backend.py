@@ -18,6 +18,7 @@ from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.auth.tokens import token_file
 from nearkin_gateway.backends.event_consumer import EventConsumer
 from nearkin_gateway.backends.kafka_ingest import KafkaIngest
+from nearkin_gateway.backends.pack_writer import PackStore
 from nearkin_gateway.catalog.pipeline_listing import PipelineListing
 from nearkin_gateway.catalog.version_catalog import VersionCatalog
 from nearkin_gateway.monitoring.pipeline_state import PipelineState
@@ -34,7 +35,7 @@ from nearkin_shared.kafka.fleet_store import connect_fleet
 from nearkin_shared.kafka.live_config import LiveConfig
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator, authenticator_of
 from nearkin_shared.kafka.readiness_checks import redis_memory_check
-from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.retention import guard_of
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.deletions import Deletions
@@ -60,19 +61,26 @@ class PipelineIngest(KafkaIngest):
         watch: EventConsumer,
         hot: LiveConfig,
         index: RedisIndex,
+        packs: PackStore | None,
     ) -> None:
-        super().__init__(settings, client_id, authenticator)
+        super().__init__(settings, client_id, authenticator, packs)
         self._watch, self._hot, self._index = watch, hot, index
         self.state = PipelineState(settings)
+        self._sweeper: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Start all. Raises StoreUnavailable."""
         await asyncio.to_thread(self._hot.start)
         await self._watch.open()
         await super().open()
+        if self.packs is not None:
+            retention_hours = self._settings.kafka.retention_hours
+            self._sweeper = asyncio.create_task(self.packs.delete_expired_for_ever(retention_hours))
 
     async def close(self) -> None:
         """End all."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         await super().close()
         await self._watch.close()
         await asyncio.to_thread(self.state.close)
@@ -91,7 +99,10 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
     authenticator = authenticator_of(settings, found)
     watch = EventConsumer(settings, outcomes, client_id, authenticator)
     hot = LiveConfig(settings, config_file, authenticator)
-    ingest = PipelineIngest(settings, client_id, authenticator, watch, hot, index)
+    packs = None  # plaintext of an encrypted store does not belong in its object store
+    if settings.storage.encryption == "none":
+        packs = PackStore(objects.inner, int(settings.pipeline.inline_bytes))
+    ingest = PipelineIngest(settings, client_id, authenticator, watch, hot, index, packs)
 
     async def publish(message: bytes) -> None:
         await ingest.publish("config", CONFIG_KEY, message)
@@ -139,7 +150,7 @@ class FleetGcControl:
         self._gc_status.request_run()
 
 
-def _connect(settings: Settings) -> tuple[ObjectStore, descriptor.Descriptor, RedisIndex]:
+def _connect(settings: Settings) -> tuple[ParityObjectStore, descriptor.Descriptor, RedisIndex]:
     deadline = time.monotonic() + CONNECT_SECONDS_MAX
     while True:
         try:

@@ -201,6 +201,10 @@ class Budget:
                 self._waiting.remove(entry)
             raise
 
+    def has_room(self, count_bytes: int) -> bool:
+        """Return whether `take` would not wait."""
+        return not self._waiting and self._fits(count_bytes)
+
     def give(self, count_bytes: int) -> None:
         """Give bytes back."""
         self.used_bytes -= count_bytes
