@@ -69,9 +69,9 @@ check: setup ## ruff, ruff format, mypy strict, import-linter, structure, vocabu
 types: setup ## pyright --verifytypes nearkin: the types of all public names are complete
 	@bash tools/check-public-types $(VENV)
 
-up: setup ## start Kafka, Redis, an S3 server, workers and a gateway on this machine; print its URL and a token
+up: setup ## start Kafka, Redis, workers and a gateway on this machine; write .cluster/env (S3=1: an S3 server, too)
 	@bash tools/system-packages cluster
-	@$(BIN)/python -m tests.support.servers.cluster up
+	@$(BIN)/python -m tests.support.servers.cluster up $(if $(S3),--s3)
 
 down: setup ## end what `make up` started; its data stay in .cluster/
 	@$(BIN)/python -m tests.support.servers.cluster down

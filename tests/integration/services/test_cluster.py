@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.support.servers.processes import Member
 from tests.support.servers.server import accepts
 
 GOOD = Service("good", "standing_service", ("fine",), ready_line=": ready")
+ROOT = Path(__file__).parents[3]
 BAD = Service("bad", "standing_service", ("broken",), ready_line=": ready")
 
 STANDING = """
@@ -57,7 +59,11 @@ def test_cluster_up_is_usable_and_ends_alone(folder: Path) -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         cluster = Cluster(folder, [GOOD])
-        assert cluster.up() == ["redis", "s3", "kafka", "good"]
+        lines: list[str] = []
+        assert cluster.up(lines.append) == ["redis", "kafka", "good"]
+        for line, seconds in zip(lines[::2], lines[1::2], strict=True):
+            assert line.endswith(" ...")
+            assert re.fullmatch(r"  \d+\.\d s", seconds)
         settings = load(cluster.config_file)[0]
         assert cluster.config_file.stat().st_mode & 0o777 == 0o600
         admin = AdminClient({"bootstrap.servers": settings.kafka.bootstrap_servers})
@@ -73,12 +79,10 @@ def test_cluster_up_is_usable_and_ends_alone(folder: Path) -> None:
         os.kill(before["redis"], signal.SIGKILL)
         until(lambda: not cluster.alive("good") and not cluster.alive("redis"))
         assert cluster.up() == ["redis", "good"]  # what had crashed, and only that
-        assert {name: pids(cluster)[name] for name in ("s3", "kafka")} == {
-            name: before[name] for name in ("s3", "kafka")
-        }
+        assert pids(cluster)["kafka"] == before["kafka"]
 
         running = pids(cluster)
-        assert cluster.down() == ["good", "kafka", "s3", "redis"]
+        assert cluster.down() == ["good", "kafka", "redis"]
         left = [psutil.Process(pid).status() for pid in running.values() if psutil.pid_exists(pid)]
         assert set(left) <= {psutil.STATUS_ZOMBIE}  # of this process, which started them and does not wait
         assert pids(cluster) == {}
@@ -97,7 +101,49 @@ def test_part_failing_to_start_names_its_log(folder: Path) -> None:
     with pytest.raises(NotUp, match=r"(?s)bad ended while it started; the end of .*bad\.log:.*no such thing as a good"):
         cluster.up()
     assert cluster.alive("good")
+    assert cluster.down() == ["good", "kafka", "redis"]
+
+
+def test_cluster_with_s3_keeps_it(folder: Path) -> None:
+    """A cluster keeps the kind of object store of its first `up`; its file of variables names it."""
+    assert Cluster(folder, [GOOD], with_s3=True).up() == ["redis", "s3", "kafka", "good"]
+    cluster = Cluster(folder, [GOOD])
+    settings = load(cluster.config_file)[0]
+    variables = sourced(cluster)
+    assert variables["S3"] == settings.object_store.endpoint
+    assert variables["AWS_ACCESS_KEY_ID"] == settings.object_store.access_key_id
+    assert variables["KAFKA"] == settings.kafka.bootstrap_servers
     assert cluster.down() == ["good", "kafka", "s3", "redis"]
+
+
+def sourced(cluster: Cluster) -> dict[str, str]:
+    """Return the variables that a shell has after `source .cluster/env`."""
+    assert cluster.env_file.stat().st_mode & 0o777 == 0o600
+    command = ["bash", "-c", 'source "$1" && env -0', "bash", str(cluster.env_file)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env={}).stdout
+    return dict(line.split("=", 1) for line in output.split("\0") if line)
+
+
+@pytest.mark.soak
+def test_lines_of_the_docs_work_after_source(folder: Path, tmp_path: Path) -> None:
+    """Run the lines of docs/how-to/run-services.md with the variables of `.cluster/env`."""
+    cluster = Cluster(folder)
+    try:
+        cluster.up()
+        block = (ROOT / "docs/how-to/run-services.md").read_text().split("    source .cluster/env")[1].split("\n\n")[0]
+        lines = [line.strip().split(" #")[0] for line in block.splitlines()[1:]]
+        commands = [line for line in lines if not line.startswith(("make ", "echo hello | kcat"))]
+        assert len(commands) == 5
+        (tmp_path / "db.dump").write_bytes(b"dump" * 1000)
+        script = "\n".join(["set -e", f"source {cluster.env_file}", 'cd "$1"', *commands])
+        script = script.replace(".venv/bin/nearkin", f"{sys.executable} -m nearkin").replace("curl ", "curl -sSf ")
+        done = subprocess.run(
+            ["bash", "-c", script, "bash", str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "nearkin_trim_timestamp_seconds" in done.stdout
+    finally:
+        cluster.down()
 
 
 def test_status_shows_crashes_and_runs_exclude(

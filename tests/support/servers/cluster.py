@@ -2,12 +2,16 @@
 
 Invariant: `down` ends exactly the processes that `up` started, and data outlive both.
 
-    python -m tests.support.servers.cluster up        `make up`: prints the URL, a token and a curl line that works
+    python -m tests.support.servers.cluster up        `make up`: prints how to use it; writes `.cluster/env`
+    python -m tests.support.servers.cluster up --s3   `make up S3=1`: containers in an S3 server instead of a folder
     python -m tests.support.servers.cluster status    `make status`: 1 if a process has ended by itself
     python -m tests.support.servers.cluster down      `make down`
 
 Servers start first, then workers, then the gateway; each is a process with its own log in `.cluster/`. A second `up`
 starts the missing parts, on the same ports over the same data.
+
+Objects are in a folder by default: no package registry has an S3 server with atomic conditional PUTs as a program, and
+building one takes minutes. A cluster keeps the kind of object store that its first `up` chose.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import importlib
 import json
 import os
 import secrets
+import shlex
 import sys
 import time
 import urllib.error
@@ -34,6 +39,7 @@ from nearkin_shared.errors import NearkinError, RetryableError
 from nearkin_shared.utils.frozen import frozen
 from tests.support.servers import processes
 from tests.support.servers.processes import Member
+from tests.support.servers.programs import kafka_jars
 from tests.support.servers.server import LOOPBACK, Server, free_port, log_end
 from tests.support.servers.servers import S3, Kafka, Redis
 
@@ -41,8 +47,10 @@ BUCKET = "nearkin"
 INGEST_TOPIC = "blobs"
 """A user's topic: its records become blobs."""
 READY_SECONDS_MAX = 90.0
-PORTS = ("kafka", "kafka-controller", "redis", "s3", "gateway")
+PORTS = ("kafka", "kafka-controller", "redis", "s3", "gateway", "metrics")
 SERVERS = ("redis", "s3", "kafka")
+METRICS_OF = "maintenance"
+"""The process whose metrics `.cluster/env` names; it measures lag, GC and the index."""
 
 
 @frozen
@@ -73,8 +81,10 @@ class NotUp(RetryableError):
 class Cluster:
     """Processes of one folder."""
 
-    def __init__(self, folder: Path, services: Sequence[Service] = SERVICES) -> None:
+    def __init__(self, folder: Path, services: Sequence[Service] = SERVICES, *, with_s3: bool = False) -> None:
+        """`with_s3`: a first `up` chooses an S3 server for the objects, not a folder."""
         self.folder = folder.absolute()
+        self._with_s3 = with_s3
         self.config_file = self.folder / "nearkin.toml"
         self._services = tuple(services)
 
@@ -89,7 +99,20 @@ class Cluster:
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of all parts, in the order of their start."""
-        return (*SERVERS, *(service.name for service in self.services))
+        return (*self.servers, *(service.name for service in self.services))
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Return the names of the servers, in the order of their start."""
+        with_s3 = self._with_s3
+        if self.config_file.exists():
+            with_s3 = (load(self.config_file)[0].object_store.url or "").startswith("s3://")
+        return tuple(name for name in SERVERS if name != "s3" or with_s3)
+
+    @property
+    def env_file(self) -> Path:
+        """Return the path of the file to `source`."""
+        return self.folder / "env"
 
     @property
     def url(self) -> str:
@@ -128,18 +151,21 @@ class Cluster:
         with self._locked():
             started: list[str] = []
             self._end(self._ungrouped(), report)
-            servers = self._servers()
-            for name in SERVERS:
+            with _step(report, "programs of the servers: downloaded or built where they are missing"):
+                servers = self._servers()
+            for name in self.servers:
                 if not self.alive(name):
-                    report(f"starting {name}")
-                    servers[name].on_launch = partial(self._note, name)
-                    servers[name].start().leave_to_owner()
+                    with _step(report, f"start {name}"):
+                        servers[name].on_launch = partial(self._note, name)
+                        servers[name].start().leave_to_owner()
                     started.append(name)
-            self._configure(servers)
+            with _step(report, "topics, token and settings"):
+                self._configure(servers)
             fresh = [service for service in self.services if not self.alive(service.name)]
-            began = {service.name: self._launch(service, report) for service in fresh}
+            began = {service.name: self._launch(service) for service in fresh}
             for service in fresh:
-                self._await(service, began[service.name])
+                with _step(report, f"start {service.name}"):
+                    self._await(service, began[service.name])
                 started.append(service.name)
             return started
 
@@ -198,31 +224,33 @@ class Cluster:
         kafka = Kafka(
             self.folder / "kafka", port=ports["kafka"], controller_port=ports["kafka-controller"], detached=True
         )
-        return {
-            "redis": Redis(self.folder / "redis", port=ports["redis"], detached=True),
-            "s3": S3(self.folder / "s3", port=ports["s3"], detached=True),
-            "kafka": kafka,
-        }
+        found: dict[str, Server] = {"redis": Redis(self.folder / "redis", port=ports["redis"], detached=True)}
+        if "s3" in self.servers:
+            found["s3"] = S3(self.folder / "s3", port=ports["s3"], detached=True)
+        kafka_jars()
+        return {**found, "kafka": kafka}
 
     def _configure(self, servers: Mapping[str, Server]) -> None:
         """Make bucket, topics, token and the settings file that all parts read; an edited file stays unchanged."""
-        s3, kafka, redis = servers["s3"], servers["kafka"], servers["redis"]
-        assert isinstance(s3, S3)
+        s3, kafka, redis = servers.get("s3"), servers["kafka"], servers["redis"]
         assert isinstance(kafka, Kafka)
         assert isinstance(redis, Redis)
-        s3.make_bucket(BUCKET)
+        objects: dict[str, object] = {"url": str(self.folder / "objects")}
+        if isinstance(s3, S3):
+            s3.make_bucket(BUCKET)
+            objects = {
+                "url": f"s3://{BUCKET}",
+                "endpoint": s3.endpoint,
+                "allow_http": True,
+                "access_key_id": s3.access_key_id,
+                "secret_access_key": s3.secret_access_key,
+            }
         if not self.config_file.exists():
             sections: dict[str, dict[str, object]] = {
                 "kafka": {"bootstrap_servers": kafka.bootstrap},
                 "redis": {"url": redis.url},
                 "storage": {"create": True},
-                "object_store": {
-                    "url": f"s3://{BUCKET}",
-                    "endpoint": s3.endpoint,
-                    "allow_http": True,
-                    "access_key_id": s3.access_key_id,
-                    "secret_access_key": s3.secret_access_key,
-                },
+                "object_store": objects,
             }
             if "ingest" in self.names:
                 sections["ingest"] = {"topics": [INGEST_TOPIC], "dataref_prefix": "incoming/{tenant}/"}
@@ -242,14 +270,36 @@ class Cluster:
             settings = load(self.config_file)[0]
             create_topics(settings)
             create_named(settings, [entry.partition("=")[0] for entry in settings.ingest.topics])
+        _write_privately(self.env_file, self._environment(redis.url, s3))
 
-    def _launch(self, service: Service, report: Callable[[str], None]) -> int:
+    def _environment(self, redis_url: str, s3: Server | None) -> str:
+        """Return the lines of `.cluster/env`.
+
+        Kafka's address is not that of `NEARKIN_KAFKA__BOOTSTRAP_SERVERS`: `nearkin dlq` would ask Kafka, not the
+        gateway.
+        """
+        found = {
+            "URL": self.url,
+            "NEARKIN_SERVER": self.url,
+            "NEARKIN_TOKEN": self.token,
+            "KAFKA": self.kafka,
+            "REDIS": redis_url,
+            "METRICS": f"http://{LOOPBACK}:{self._ports()['metrics']}/metrics",
+        }
+        if isinstance(s3, S3):
+            found["S3"] = s3.endpoint
+            found |= {"AWS_ACCESS_KEY_ID": s3.access_key_id, "AWS_SECRET_ACCESS_KEY": s3.secret_access_key}
+        else:
+            found["OBJECTS"] = str(self.folder / "objects")
+        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in found.items())
+
+    def _launch(self, service: Service) -> int:
         """Start a service; return the offset of its output in the log."""
         log = self.log(service.name)
         start = log.stat().st_size if log.exists() else 0
-        report(f"starting {service.name}")
         command = [sys.executable, "-m", service.module, "--config", str(self.config_file), *service.arguments]
-        processes.launch(service.name, command, log, self.folder)
+        port = {"NEARKIN_MONITOR__PORT": str(self._ports()["metrics"])} if service.name == METRICS_OF else {}
+        processes.launch(service.name, command, log, self.folder, port)
         return start
 
     def _await(self, service: Service, log_start: int) -> None:
@@ -272,6 +322,15 @@ class Cluster:
         with self.log(service.name).open("rb") as log:
             log.seek(log_start)
             return (service.ready_line or "").encode() in log.read()
+
+
+@contextmanager
+def _step(report: Callable[[str], None], what: str) -> Iterator[None]:
+    """Report a step when it begins, and how long it took."""
+    report(f"{what} ...")
+    began = time.monotonic()
+    yield
+    report(f"  {time.monotonic() - began:.1f} s")
 
 
 def _workers(stages: str) -> tuple[Service, ...]:
@@ -308,14 +367,16 @@ def _toml(sections: Mapping[str, Mapping[str, object]]) -> str:
 @click.option("--folder", type=click.Path(path_type=Path), default=Path(".cluster"), show_default=True)
 @click.pass_context
 def main(context: click.Context, folder: Path) -> None:
-    """Run Kafka, Redis, an S3 server and all of Nearkin on this machine, without Docker."""
+    """Run Kafka, Redis and all of Nearkin on this machine, without Docker."""
     context.obj = Cluster(folder)
 
 
 @main.command()
+@click.option("--s3", is_flag=True, help="Keep objects in an S3 server, which Go builds once in minutes, if it is new.")
 @click.pass_obj
-def up(cluster: Cluster) -> None:
+def up(cluster: Cluster, s3: bool) -> None:
     """Start the parts that do not run, and print how to use them."""
+    cluster = Cluster(cluster.folder, with_s3=s3)
     began = time.monotonic()
     try:
         started = cluster.up(click.echo)
@@ -323,11 +384,11 @@ def up(cluster: Cluster) -> None:
         raise click.ClickException(f"{err}\n`make down` ends what was started.") from err
     click.echo(f"up in {time.monotonic() - began:.0f} s" if started else "it is up already")
     click.echo(
-        f"\n{cluster.url}\nNEARKIN_TOKEN={cluster.token}\n\n"
-        f"curl -sS -H 'Authorization: Bearer {cluster.token}' --data-binary @README.md "
-        f"'{cluster.url}/v1/blobs/README.md?wait=30'\n\n"
+        f"\n{cluster.url}\n\n"
+        f"source {os.path.relpath(cluster.env_file)}    # URL, token, Kafka, Redis, objects, metrics\n"
+        'curl -sS -H "Authorization: Bearer $NEARKIN_TOKEN" -T README.md "$URL/v1/blobs/README.md?wait=30"\n\n'
         f"a record of Kafka's topic {INGEST_TOPIC} becomes a blob too, with its key:\n"
-        f"echo hello | kcat -P -b {cluster.kafka} -t {INGEST_TOPIC} -k greeting\n\n"
+        f"echo hello | kcat -P -b $KAFKA -t {INGEST_TOPIC} -k greeting\n\n"
         f"settings: {cluster.config_file}   logs: {cluster.folder}/*.log   end: make down"
     )
 

@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -87,11 +87,21 @@ def read(folder: Path, name: str) -> Member | None:
         return None
 
 
-def launch(name: str, command: Sequence[str], log: Path, folder: Path) -> Member:
-    """Start a program in a session of its own, so that Ctrl-C in this one does not reach it; keep its note."""
+def launch(
+    name: str, command: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str] | None = None
+) -> Member:
+    """Start a program in a session of its own, so that Ctrl-C in this one does not reach it; keep its note.
+
+    `environment`: variables in addition to those of this process.
+    """
     with log.open("ab") as output:
         started = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
         )
     started.returncode = 0  # it is meant to outlive this process, which never waits for it
     member = Member.of(name, started.pid)
