@@ -85,7 +85,7 @@ def backup(
 
     nearkin backup home /home/kim
     nearkin backup etc /etc /usr/local/etc --tag nightly
-    nearkin backup home /home/kim -e '*.o' -e '/kim/Downloads/' -e '!important.o' --exclude-caches
+    nearkin backup home /home/kim -e '*.o' -e '/Downloads/' -e '!important.o' --exclude-caches
     nearkin backup root / --one-file-system --exclude-if-present .nobackup --exclude-larger-than 4GiB
     find /srv -newer mark -print0 | nearkin backup recent --files-from -
     nearkin backup home /home/kim --dry-run        # files that would be read, entries left out
@@ -96,11 +96,12 @@ def backup(
 
     One PATH that is a folder becomes the root of the tree; several paths keep their names below the deepest folder
     that contains all of them. Patterns are those of .gitignore files, relative to that root: `*.o` anywhere, `/build/`
-    at the root alone, `!keep.o` includes again.
+    at the root alone, `!keep.o` includes again. A PATH that is a symlink is stored as one, unless it is the only one or
+    ends with /; a symlink that leads to a PATH below it is stored as the folder that it leads to.
 
-    An entry that cannot be read, or changes while it is read, is reported on stderr; all others are stored, and the
-    exit code is 3. Sockets, /proc, /sys and the store itself are left out. An interrupted backup continues at the
-    next one of the same KEY.
+    An entry that cannot be read, or changes while it is read, and a PATH that does not exist are reported on stderr;
+    all others are stored, and the exit code is 3. Sockets, /proc, /sys and the store itself are left out. An
+    interrupted backup continues at the next one of the same KEY.
     """
     from nearkin.cli.arguments import check_key, parse_size
     from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions

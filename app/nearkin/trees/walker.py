@@ -2,6 +2,8 @@
 
 Folders come in pre-order; the names of each are ascending by bytes. A folder is opened by its path and compared by
 device and inode with what its parent listed, so that a folder that is replaced by a symlink meanwhile is not followed.
+
+Invariant: each given path is yielded, or reported with the reason.
 """
 
 from __future__ import annotations
@@ -36,6 +38,12 @@ class TreePaths(NamedTuple):
     """Absolute path of the deepest folder that contains all given paths."""
     selected: Mapping[bytes, frozenset[str] | None]
     """For a folder (path in the tree) the names that are stored; None: all. Folders below such a one store all."""
+    followed: frozenset[bytes] = frozenset()
+    """Symlinks (paths in the tree) that lead to given paths: each is stored as the folder that it leads to."""
+    given: frozenset[bytes] = frozenset()
+    """The given paths that exist, in the tree; without the root."""
+    absent: tuple[tuple[bytes, str], ...] = ()
+    """Given paths (absolute) that cannot be found, and why."""
 
 
 class ListedFolder(NamedTuple):
@@ -51,60 +59,117 @@ class ListedFolder(NamedTuple):
     """Names, ascending; statuses are read as they are asked for."""
 
 
+class _GivenPath(NamedTuple):
+    """A path of a caller."""
+
+    path: bytes
+    """Absolute; symlinks in it are kept, those before a `..` apart."""
+    is_absent: bool
+    reason: str
+    is_followed: bool
+    """It ends with `/`: a symlink stands for its folder."""
+
+
 def tree_paths(paths: Sequence[str | Path]) -> TreePaths:
     """Return the root of the tree that holds `paths`; a single folder is the root itself.
 
-    Raises BadInput.
+    Raises BadInput (no path, or none that exists).
     """
     if not paths:
         raise BadInput("no path is given: name the folders to store")
-    absolute = sorted({os.path.abspath(os.fsencode(path)) for path in paths})
-    for path in absolute:
-        _check_exists(path)
-    if len(absolute) == 1 and os.path.isdir(absolute[0]):
-        return TreePaths(os.path.realpath(absolute[0]), {b"": None})
-    parents = [path if os.path.isdir(path) and not os.path.islink(path) else os.path.dirname(path) for path in absolute]
-    root = os.path.commonpath(parents)
-    selected: dict[bytes, set[str] | None] = {b"": set()}
-    for path in absolute:
-        folder = b""
-        for part in os.path.relpath(path, root).split(b"/"):
-            if part == b".":
-                selected[b""] = None
-            names = selected.setdefault(folder, set())
-            if names is None:
-                break
-            names.add(os.fsdecode(part))
-            folder = folder + b"/" + part if folder else part
-        else:
-            selected[folder] = None
-    return TreePaths(root, {key: None if names is None else frozenset(names) for key, names in selected.items()})
+    given = sorted({_given_path(os.fsencode(path)) for path in paths})
+    absent = tuple((path.path, path.reason) for path in given if path.is_absent)
+    if len(absent) == len(given):
+        more = f", nor do {len(absent) - 1:,} others exist" if len(absent) > 1 else ""
+        raise BadInput(f'path "{os.fsdecode(absent[0][0])}": {absent[0][1]}{more}')
+    if len(given) == 1 and os.path.isdir(given[0].path):
+        return TreePaths(os.path.realpath(given[0].path), {b"": None})
+    # those that are absent count as well: the root, and so the names in the tree, stay as they are with them
+    root = os.path.commonpath([path.path if _is_folder(path) else os.path.dirname(path.path) for path in given])
+    selection = _Selection(root)
+    for path in given:
+        if not path.is_absent:
+            selection.add(path)
+    names = {key: None if names is None else frozenset(names) for key, names in selection.selected.items()}
+    return TreePaths(
+        os.path.realpath(root), names, frozenset(selection.followed), frozenset(selection.given - {b""}), absent
+    )
 
 
-def _check_exists(path: bytes) -> None:
+def _given_path(path: bytes) -> _GivenPath:
+    """Return an absolute path. Raises BadInput for one that no file system can have."""
+    parts = path.split(b"/")
     try:
-        os.lstat(path)
+        if b".." in parts:  # behind a symlink it is the folder above the symlink's target
+            last = next((part for part in reversed(parts) if part not in (b"", b".")), b"")
+            head = path if last == b".." else path[: path.rindex(last)]
+            path = os.path.join(os.path.realpath(head), b"" if last == b".." else last) + path[len(path.rstrip(b"/")) :]
+        absolute = os.path.abspath(path)
+        os.lstat(absolute)
     except OSError as err:
-        raise BadInput(f'path "{os.fsdecode(path)}": {err.strerror}') from err
+        return _GivenPath(os.path.abspath(path), True, (err.strerror or "cannot be read").lower(), False)
     except ValueError as err:
         raise BadInput(f"path {path!r}: {err}") from err
+    return _GivenPath(absolute, False, "", parts[-1] in (b"", b".") and os.path.isdir(absolute))
 
 
-def open_folder(path: bytes) -> int:
+def _is_folder(path: _GivenPath) -> bool:
+    return os.path.isdir(path.path) and (path.is_followed or not os.path.islink(path.path))
+
+
+class _Selection:
+    """Collects which names of which folders lead to given paths."""
+
+    def __init__(self, root: bytes) -> None:
+        self._root = root
+        self._links: dict[bytes, bool] = {}
+        self.selected: dict[bytes, set[str] | None] = {b"": set()}
+        self.followed: set[bytes] = set()
+        self.given: set[bytes] = set()
+
+    def add(self, path: _GivenPath) -> None:
+        """Add a path; the leading ones, which sort before it, have been added."""
+        folder, is_covered = b"", False
+        relative = os.path.relpath(path.path, self._root)
+        parts = [] if relative == b"." else relative.split(b"/")
+        for number, part in enumerate(parts, 1):
+            names = self.selected.get(folder, set())
+            is_covered = is_covered or names is None
+            if not is_covered:
+                assert names is not None  # else it is covered
+                names.add(os.fsdecode(part))
+            folder = folder + b"/" + part if folder else part
+            if (number < len(parts) or path.is_followed) and self._is_link(folder):
+                self.followed.add(folder)
+                is_covered = False  # what contains the symlink does not contain what is below its target
+            if number < len(parts) and not is_covered:
+                self.selected.setdefault(folder, set())
+        self.given.add(folder)
+        if not is_covered:
+            self.selected[folder] = None
+
+    def _is_link(self, folder: bytes) -> bool:
+        if folder not in self._links:
+            self._links[folder] = os.path.islink(os.path.join(self._root, folder))
+        return self._links[folder]
+
+
+def open_folder(path: bytes, *, follow_symlinks: bool = False) -> int:
     """Return the descriptor of a folder.
 
     Its path may be longer than a call of the kernel takes. Raises OSError.
     """
+    flags = _FOLDER_FLAGS & ~os.O_NOFOLLOW if follow_symlinks else _FOLDER_FLAGS
     if len(path) <= PATH_PIECE_BYTES:
-        return os.open(path, _FOLDER_FLAGS)
+        return os.open(path, flags)
     head = path.rfind(b"/", 1, PATH_PIECE_BYTES)  # a name has 255 bytes at most
-    descriptor = os.open(path[:head], _FOLDER_FLAGS)
+    descriptor = os.open(path[:head], flags)
     while head < len(path):
         stop = (
             len(path) if len(path) - head <= PATH_PIECE_BYTES else path.rfind(b"/", head + 1, head + PATH_PIECE_BYTES)
         )
         try:
-            below = os.open(path[head + 1 : stop], _FOLDER_FLAGS, dir_fd=descriptor)
+            below = os.open(path[head + 1 : stop], flags, dir_fd=descriptor)
         finally:
             os.close(descriptor)
         descriptor, head = below, stop
@@ -132,6 +197,7 @@ class TreeWalker:
         self._one_file_system = one_file_system
         self._left_out = frozenset(left_out)
         self._pseudo = pseudo_devices()
+        self._unmet = set(paths.given)
 
     def root_status(self) -> os.stat_result:
         """Return the status of the root. Raises BadInput if it cannot be read."""
@@ -141,8 +207,12 @@ class TreeWalker:
             raise BadInput(f'path "{os.fsdecode(self._paths.root)}": {err.strerror}') from err
 
     def folders(self) -> Iterator[ListedFolder]:
-        """Yield each folder that can be read. Raises BadInput if the root itself cannot be listed."""
+        """Yield each folder that can be read.
+
+        Raises BadInput if the root itself cannot be listed, or is the store.
+        """
         status = self.root_status()
+        self._check_root(status)
         device = status.st_dev
         waiting: list[tuple[bytes, int, int, Ancestors | None]] = [(b"", status.st_dev, status.st_ino, None)]
         while waiting:
@@ -161,13 +231,33 @@ class TreeWalker:
             finally:
                 os.close(descriptor)
             waiting.extend(reversed(below))
+        for path, reason in self._paths.absent:
+            self._problem(path, reason)
+        for path in sorted(self._unmet):
+            self._problem(self._file_path(path), "is given, but was not found or not reached; it is not stored")
+
+    def is_followed(self, folder: bytes, name: bytes) -> bool:
+        """Return whether an entry is a symlink that is stored as the folder that it leads to."""
+        return bool(self._paths.followed) and (folder + b"/" + name if folder else name) in self._paths.followed
+
+    def _check_root(self, status: os.stat_result) -> None:
+        """Refuse a root that is the store, or is in it. Raises BadInput."""
+        folder = self._paths.root
+        while (status.st_dev, status.st_ino) not in self._left_out:
+            above = os.path.dirname(folder)
+            if above == folder:
+                return
+            folder, status = above, os.stat(above)
+        raise BadInput(
+            f'path "{os.fsdecode(self._paths.root)}": is the store itself, or in it; to copy a store use `nearkin copy`'
+        )
 
     def _file_path(self, folder: bytes) -> bytes:
         return os.path.join(self._paths.root, folder) if folder else self._paths.root
 
     def _open(self, folder: bytes, path: bytes, device: int, inode: int) -> int | None:
         try:
-            descriptor = open_folder(path)
+            descriptor = open_folder(path, follow_symlinks=bool(self._paths.followed))  # the inode is compared
         except OSError as err:
             if not folder:
                 raise BadInput(f'path "{os.fsdecode(path)}": {err.strerror}') from err
@@ -206,27 +296,48 @@ class TreeWalker:
         excludes, problem = self._exclusions.excludes, self._problem
         prefix = folder + b"/" if folder else b""
         for name in names:
+            path = prefix + name
             try:
-                status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                status = os.stat(name, dir_fd=descriptor, follow_symlinks=path in self._paths.followed)
             except FileNotFoundError:
-                self._notice(self._file_path(prefix + name), "was deleted while the tree was read")
+                self._notice(self._file_path(path), "was deleted while the tree was read")
                 continue
             except OSError as err:
-                problem(self._file_path(prefix + name), (err.strerror or "has no status").lower())
+                problem(self._file_path(path), (err.strerror or "has no status").lower())
                 continue
-            path = prefix + name
             if len(path) >= PATH_BYTES_MAX:
                 problem(self._file_path(path), f"its path has {len(path):,} bytes, at most {PATH_BYTES_MAX - 1:,} fit")
                 continue
-            if excludes(path, status) and not self._is_selected(path):
+            if excludes(path, status) and not self._is_kept(path, status):
                 continue
+            if path in self._unmet:
+                self._meet(path, status)
             if stat.S_ISDIR(status.st_mode) and self._is_entered(path, status, chain, device):
                 below.append((path, status.st_dev, status.st_ino, chain))
             yield name, status
 
+    def _is_kept(self, path: bytes, status: os.stat_result) -> bool:
+        """Return whether an excluded entry is stored, as it leads to a given path.
+
+        One that is given is reported.
+        """
+        is_kept = path in self._paths.selected
+        if path in self._paths.given:
+            self._unmet.discard(path)
+            what = "it is left out"
+            if is_kept:
+                what = "its content is left out" if stat.S_ISDIR(status.st_mode) else "it is stored"
+            self._notice(self._file_path(path), f"is given, and matches an exclude pattern or size; {what}")
+        return is_kept
+
+    def _meet(self, path: bytes, status: os.stat_result) -> None:
+        self._unmet.discard(path)
+        if stat.S_ISLNK(status.st_mode) and os.path.isdir(self._file_path(path)):
+            self._notice(self._file_path(path), "is a symlink and stored as one; end the path with / for its folder")
+
     def _is_selected(self, path: bytes) -> bool:
         """Return whether a path was given, or leads to one that was."""
-        return path in self._paths.selected
+        return path in self._paths.selected or path in self._paths.given
 
     def _is_entered(self, path: bytes, status: os.stat_result, chain: Ancestors, device: int) -> bool:
         """Return whether the content of a folder is stored."""
@@ -239,7 +350,8 @@ class TreeWalker:
         elif self._one_file_system and status.st_dev != device and not self._is_selected(path):
             reason = "is on another file system"
         else:
-            ancestor: Ancestors | None = chain
+            # a followed symlink may lead to a folder above it: of that the given paths below the symlink are stored
+            ancestor: Ancestors | None = None if path in self._paths.followed else chain
             while ancestor is not None:
                 if ancestor[:2] == identity:
                     reason = "is mounted inside itself"
