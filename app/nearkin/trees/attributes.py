@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Callable
 
 from nearkin_shared.formats.tree_entry_group import EntryKind
+from nearkin_shared.utils.terminal import printable
 
 XATTRS_MAX = 1024
 EXTENTS_MAX = 1 << 20
@@ -28,10 +29,12 @@ def descriptor_path(folder: int, name: bytes) -> bytes:
     return b"/proc/self/fd/%d/%s" % (folder, name)
 
 
-def read_xattrs(target: int | bytes) -> tuple[tuple[bytes, bytes], ...]:
+def read_xattrs(
+    target: int | bytes, lost: Callable[[str], None] = lambda _reason: None
+) -> tuple[tuple[bytes, bytes], ...]:
     """Return (name, value) of the extended attributes, by name; a symlink is not followed.
 
-    Raises OSError.
+    `lost` is called with the reason for each that is left out. Raises OSError.
     """
     follow = isinstance(target, int)
     try:
@@ -42,10 +45,15 @@ def read_xattrs(target: int | bytes) -> tuple[tuple[bytes, bytes], ...]:
         raise
     if not names:
         return ()
+    if len(names) > XATTRS_MAX:
+        lost(f"it has {len(names):,} extended attributes, at most {XATTRS_MAX:,} fit: the others are not stored")
     found = []
     for name in sorted(names)[:XATTRS_MAX]:
-        with suppress(OSError):  # deleted meanwhile, or readable by another user only
+        try:
             found.append((os.fsencode(name), os.getxattr(target, name, follow_symlinks=follow)))
+        except OSError as err:
+            if err.errno != errno.ENODATA:  # deleted meanwhile
+                lost(f'its extended attribute "{printable(name)}" is not stored: {(err.strerror or "error").lower()}')
     return tuple(found)
 
 

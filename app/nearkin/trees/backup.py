@@ -66,6 +66,8 @@ class TreeBackup(BackupWalk):
         self._skip_if_unchanged = options.skip_if_unchanged
         self._links: dict[tuple[int, int], bytes] = {}
         """Path in the tree of each inode with several names."""
+        self._has_lost = False
+        """Whether attributes of the entry in progress were left out."""
 
     def feed(self, writer: EmbeddedWriter, blob: BlobTransfer) -> bytes:
         """Write the tree; return its digest.
@@ -102,7 +104,9 @@ class TreeBackup(BackupWalk):
     def _add_root(self) -> None:
         status = self._walker.root_status()
         found = self._found.find(b"", b"")
-        self._add_entry(b"", b"", status, self._xattrs_of(status, found, lambda: read_xattrs(self._root)), found)
+        self._add_entry(
+            b"", b"", status, self._xattrs_of(status, found, lambda: self._read_xattrs(self._root, self._root)), found
+        )
 
     def _add_folder(self, listed: ListedFolder) -> None:
         folder, key = listed.path, sort_key(listed.path)
@@ -127,10 +131,11 @@ class TreeBackup(BackupWalk):
         """Add an unchanged file. Its attributes are those of the parent if the ctime proves it."""
         entry = found.placed.entry
         if entry.ctime_ns != status.st_ctime_ns or entry.inode != status.st_ino:
+            path = os.path.join(listed.file_path, name)
             try:
-                xattrs = read_xattrs(descriptor_path(listed.descriptor, name))
+                xattrs = self._read_xattrs(descriptor_path(listed.descriptor, name), path)
             except OSError as err:
-                self.report_problem(os.path.join(listed.file_path, name), (err.strerror or "cannot be read").lower())
+                self.report_problem(path, (err.strerror or "cannot be read").lower())
                 return
             entry = entry._replace(
                 mode=stat.S_IMODE(status.st_mode),
@@ -138,6 +143,7 @@ class TreeBackup(BackupWalk):
                 gid=status.st_gid,
                 ctime_ns=_bounded(status.st_ctime_ns),
                 inode=status.st_ino,
+                flags=self._take_lost(),
                 xattrs=xattrs,
             )
             self.counts.is_unchanged = False
@@ -181,7 +187,7 @@ class TreeBackup(BackupWalk):
             self.report_problem(path, "was replaced while the tree was read")
             return
         extents = data_extents(descriptor, before)
-        xattrs = read_xattrs(descriptor)
+        xattrs, lost = self._read_xattrs(descriptor, path), self._take_lost()
         stretches = extents if extents is not None else ((0, before.st_size),) if before.st_size else ()
         written, digest, failure = self._tree.read_content(descriptor, stretches)
         # Bytes are in the tree now: whatever happens, an entry with these bytes must follow.
@@ -190,8 +196,10 @@ class TreeBackup(BackupWalk):
             after = os.fstat(descriptor)
         except OSError as err:
             failure = failure or err
-        flags, size = self._file_flags(path, before, after, failure), before.st_size
-        if written < sum(length for _, length in stretches):  # cut short, or an error
+        is_short = written < sum(length for _, length in stretches)  # cut, or an error
+        flags = self._file_flags(path, before, after, failure, is_short=is_short) | lost
+        size = before.st_size
+        if is_short:
             extents, size = _truncated(stretches, written, has_holes=extents is not None)
             if failure is None:
                 self.report_change(path, f"shrank to {size:,} bytes while it was read")
@@ -219,14 +227,22 @@ class TreeBackup(BackupWalk):
         if before.st_nlink > 1:
             self._links[before.st_dev, before.st_ino] = entry.path
 
-    def _file_flags(self, path: bytes, before: os.stat_result, after: os.stat_result, failure: OSError | None) -> int:
+    def _file_flags(
+        self,
+        path: bytes,
+        before: os.stat_result,
+        after: os.stat_result,
+        failure: OSError | None,
+        *,
+        is_short: bool,
+    ) -> int:
         flags = 0
         if failure is not None:
             self.report_problem(
                 path, f"reading it failed: {(failure.strerror or 'error').lower()}; its start is stored"
             )
             flags |= EntryFlag.INCOMPLETE
-        elif after.st_size >= before.st_size and (
+        elif not is_short and (  # a file that was cut short is reported with its new size
             (before.st_size, before.st_mtime_ns, before.st_ctime_ns)
             != (after.st_size, after.st_mtime_ns, after.st_ctime_ns)
         ):
@@ -253,7 +269,9 @@ class TreeBackup(BackupWalk):
             if kind == EntryKind.SYMLINK:
                 target = os.readlink(name, dir_fd=listed.descriptor)
             through = descriptor_path(listed.descriptor, name)
-            xattrs = self._xattrs_of(status, found, lambda: read_xattrs(through))
+            if kind == EntryKind.FOLDER and self._walker.is_followed(listed.path, name):
+                through += b"/."
+            xattrs = self._xattrs_of(status, found, lambda: self._read_xattrs(through, path))
         except OSError as err:
             self.report_problem(path, (err.strerror or "cannot be read").lower())
             return
@@ -272,6 +290,24 @@ class TreeBackup(BackupWalk):
             if (entry.ctime_ns, entry.inode, entry.flags) == (status.st_ctime_ns, status.st_ino, 0):
                 return entry.xattrs
         return read()
+
+    def _read_xattrs(self, target: int | bytes, path: bytes) -> tuple[tuple[bytes, bytes], ...]:
+        """Return the attributes; report those that are left out. Raises OSError."""
+
+        def lose(reason: str) -> None:
+            self._has_lost = True
+            self.report_problem(path, reason)
+
+        self._has_lost = False
+        return read_xattrs(target, lose)
+
+    def _take_lost(self) -> int:
+        """Return the flag of an entry some attributes of which were left out.
+
+        It makes the next backup read and report them again.
+        """
+        has_lost, self._has_lost = self._has_lost, False
+        return EntryFlag.RECENT if has_lost else 0
 
     def _add_entry(
         self,
@@ -297,7 +333,7 @@ class TreeBackup(BackupWalk):
             _bounded(status.st_ctime_ns),
             status.st_ino,
             status.st_rdev if is_device else 0,
-            EntryFlag.RECENT if is_recent else 0,
+            self._take_lost() | (EntryFlag.RECENT if is_recent else 0),
             b"",
             target,
             xattrs,

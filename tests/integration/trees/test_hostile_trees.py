@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nearkin.store import open_store
+from nearkin.trees import attributes
 from nearkin.trees.store_backup import BackupResult
 from nearkin_shared.formats.tree_entry_group import EntryFlag
 
@@ -83,6 +85,77 @@ def test_file_changed_in_place_is_flagged(monkeypatch: pytest.MonkeyPatch, tmp_p
     result, found, _ = back_up(monkeypatch, tmp_path, change)
     assert (result.counts.changed, result.counts.unread) == (1, 0)
     assert found[b"b"] == (SIZE, EntryFlag.CHANGED)
+
+
+def test_file_changed_in_place_and_then_cut_is_flagged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    original = os.fstat
+    whole: list[int] = []
+
+    def fstat(descriptor: int) -> os.stat_result:
+        status = original(descriptor)
+        if whole and status.st_ino == whole[0]:  # the status after all bytes were read
+            os.truncate(f"/proc/self/fd/{descriptor}", SIZE // 2)
+            whole.clear()
+            status = original(descriptor)
+        return status
+
+    def change(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.write(b"other")
+        reads = os.preadv
+
+        def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            count = reads(descriptor, buffers, offset)
+            if offset + count == SIZE and original(descriptor).st_ino == path.stat().st_ino:
+                whole.append(path.stat().st_ino)
+            return count
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        monkeypatch.setattr(os, "fstat", fstat)
+
+    result, found, _ = back_up(monkeypatch, tmp_path, change)
+    assert (result.counts.changed, result.counts.unread, result.is_complete) == (1, 0, False)
+    assert found[b"b"] == (SIZE, EntryFlag.CHANGED)
+
+
+def test_attributes_that_do_not_fit_are_named_at_each_backup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "source"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a").write_bytes(b"content")
+    try:
+        for path in (folder / "a", folder / "sub"):
+            for name in "xyz":
+                os.setxattr(path, f"user.{name}", b"value")
+    except OSError:
+        pytest.skip("the file system has no user attributes")
+    monkeypatch.setattr(attributes, "XATTRS_MAX", 2)
+    time.sleep(1.1)  # else the files are read again because they are recent
+    with open_store(tmp_path / "store", create=True) as store:
+        for _ in range(2):
+            result = store.backup("home", [folder])
+            assert (result.counts.unread, result.is_complete) == (2, False)
+            assert {problem.reason for problem in result.counts.problems} == {
+                "it has 3 extended attributes, at most 2 fit: the others are not stored"
+            }
+        assert [len(placed.entry.xattrs) for placed in store.tree("home").entries()] == [0, 2, 2]
+
+
+def test_attribute_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"content")
+    original = os.listxattr
+
+    def listxattr(path: int | str | bytes | None = None, *, follow_symlinks: bool = True) -> list[str]:
+        names = original(path, follow_symlinks=follow_symlinks)
+        is_file = isinstance(path, int) and os.fstat(path).st_ino == (folder / "a").stat().st_ino
+        return [*names, "nearkin"] if is_file else names  # a name without a namespace: EOPNOTSUPP
+
+    monkeypatch.setattr(os, "listxattr", listxattr)
+    with open_store(tmp_path / "store", create=True) as store:
+        result = store.backup("home", [folder])
+    assert result.counts.unread == 1
+    assert result.counts.problems[0].reason.startswith('its extended attribute "nearkin" is not stored: ')
 
 
 def test_read_error_keeps_the_start_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
