@@ -183,7 +183,7 @@ def check_durability(settings: Settings) -> None:
 
 
 def topic_config(settings: Settings, name: str) -> dict[str, str]:
-    """Return the settings of one of TOPICS: durability, retention or compaction, segments, codec."""
+    """Return the settings of one of TOPICS: durability, retention, segments, codec."""
     if name in COMPACTED:
         return {**durability(settings), "cleanup.policy": "compact", **COMPACT_SOON}
     own = READABLE_BY_ALL if name == "committed" else SMALL_SEGMENTS if name in STAGE_TOPICS else {}
@@ -191,7 +191,10 @@ def topic_config(settings: Settings, name: str) -> dict[str, str]:
 
 
 def is_stricter(setting: str, held: str, wanted: str) -> bool:
-    """Return whether an operator's setting is stricter: more replicas, earlier compaction, or smaller segments."""
+    """Return whether an operator's setting is stricter.
+
+    That is more replicas, earlier compaction, or smaller segments.
+    """
     match setting:
         case "min.insync.replicas":
             return int(held) > int(wanted)
