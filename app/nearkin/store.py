@@ -461,12 +461,13 @@ class Store(TreeStorage):
         min_age: int = 0,
         dry_run: bool = False,
         broken: Callable[[Damage], None] | None = None,
+        matches: Callable[[str], bool] = lambda _key: True,
     ) -> list[Decision]:
-        """Delete versions that no rule keeps, of keys with `prefix`; return the decisions.
+        """Delete versions that no rule keeps, of keys with `prefix` that match.
 
-        Rules are those of `policy`, or of the settings; without one for a key all its versions are kept. Versions
-        are kept for at least `min_age` seconds, and the minimum of the settings. Raises as `delete` does: repeat the
-        call to continue.
+        The decisions are returned. Rules are those of `policy`, or of the settings; without one for a key all its
+        versions are kept. Versions are kept for at least `min_age` seconds, and the minimum of the settings. Raises as
+        `delete` does: repeat the call to continue.
         """
         retention, tenant = self.settings.retention, self.settings.tenant
         if not dry_run:
@@ -481,6 +482,7 @@ class Store(TreeStorage):
                 self._clock(),
                 broken or _warn,
                 0 if policy is not None else retention.superseded_seconds,
+                matches,
             )
         )
         return found if dry_run else forget(self, found, FORGET_REASON)

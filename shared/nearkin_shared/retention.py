@@ -226,8 +226,9 @@ def decisions(
     now: float,
     broken: Callable[[Damage], None],
     superseded_seconds: int = 0,
+    matches: Callable[[str], bool] = lambda _key: True,
 ) -> Iterator[Decision]:
-    """Yield the decision about every version of keys that start with `prefix`.
+    """Yield the decision about every version of keys that start with `prefix` and match.
 
     Ordered by key, newest first. If a version of a key cannot be read, its creation time is unknown, so that all
     versions of the key are kept. `list_versions`: as `Forgettable.versions`; it should report every version whose
@@ -237,9 +238,10 @@ def decisions(
 
     def record_damage(damage: Damage) -> None:
         damaged.update(key for key, _ in damage.versions)
-        broken(damage)
+        if not damage.versions or any(matches(key) for key, _ in damage.versions):
+            broken(damage)
 
-    found = list_versions(prefix, all_versions=True, broken=record_damage)
+    found = [info for info in list_versions(prefix, all_versions=True, broken=record_damage) if matches(info.key)]
     check_clock(found, now)
     for key, versions in groupby(found, key=lambda info: info.key):
         policy = policy_for(key)

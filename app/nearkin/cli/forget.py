@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nearkin.cli.session import AsWritten, Session, current_session, shared_options
-from nearkin_shared.errors import BadInput, Corrupt
+from nearkin_shared.errors import BadInput, Corrupt, NotFound
 
 if TYPE_CHECKING:
+    from nearkin.cli.key_patterns import KeyPattern
     from nearkin_shared.config.storage import RetentionPolicy
     from nearkin_shared.results import Damage
     from nearkin_shared.retention import Decision
@@ -34,7 +35,7 @@ def _count_option(name: str, text: str) -> Callable[[Callable[..., None]], Calla
 
 
 @click.command(cls=AsWritten)
-@click.argument("prefix", metavar="[PREFIX]", default="")
+@click.argument("pattern", metavar="[KEY|GLOB]", default="")
 @_count_option("last", "The newest N versions of each key; -1: all.")
 @_count_option("hourly", "The newest of each of the last N hours with a version.")
 @_count_option("daily", "The same of days.")
@@ -49,25 +50,30 @@ def _count_option(name: str, text: str) -> Callable[[Callable[..., None]], Calla
 @click.option("--keep-within-yearly", metavar="TIME", help="The same of years.")
 @click.option("--keep-tag", metavar="TAG[,TAG]", multiple=True, help="Those with this tag (all of them); repeatable.")
 @click.option("--min-age", metavar="TIME", help="Keep versions that are more recent than this.")
+@click.option("--literal", is_flag=True, help="Take * ? [ in KEY as they are.")
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would stay and what would go; delete nothing.")
 @shared_options
-def forget(prefix: str, min_age: str | None, dry_run: bool, **rules: Any) -> None:
+def forget(pattern: str, min_age: str | None, literal: bool, dry_run: bool, **rules: Any) -> None:
     """Delete the versions that no rule keeps.
 
-    The command applies to keys that start with PREFIX. Rules work as in restic: a version stays if any rule keeps it;
-    hours, days, weeks, months and years are in UTC, and those without a version do not count; while a rule could keep
-    more, the oldest version stays too. Without a rule, retention.policies of the settings apply; keys without a policy
-    keep all versions. Versions more recent than retention.min_age_seconds always stay.
+    The command applies to KEY alone, to the keys that GLOB matches, as in `nearkin ls`, or without one to all. Rules
+    work as in restic: a version stays if any rule keeps it; hours, days, weeks, months and years are in UTC, and those
+    without a version do not count; while a rule could keep more, the oldest version stays too. Without a rule,
+    retention.policies of the settings apply; keys without a policy keep all versions. Versions more recent than
+    retention.min_age_seconds always stay.
 
     A TIME is a sum of numbers with s, m (minutes), h, d, w or y: 36h, 30d, 1y6w.
 
     nearkin forget --keep-last 3 --keep-daily 7 --keep-weekly 4 --dry-run
-    nearkin forget db/ --keep-within 30d
+    nearkin forget 'db/*' --keep-within 30d        # in quotes, or the shell expands it
     nearkin forget home --keep-within-daily 14d --keep-within-monthly 1y --keep-tag release
     nearkin forget                                 # by retention.policies
     """
+    from nearkin.cli.key_patterns import KeyPattern, parse_key_or_glob
+
     seconds = 0 if min_age is None else parse_duration("min-age", min_age)
-    forget_versions(current_session(), prefix, parse_policy(rules), seconds, dry_run=dry_run)
+    wanted = parse_key_or_glob(pattern, literal=literal) if pattern else KeyPattern("", lambda _key: True)
+    forget_versions(current_session(), pattern, wanted, parse_policy(rules), seconds, dry_run=dry_run)
 
 
 def parse_policy(rules: Mapping[str, Any]) -> RetentionPolicy:
@@ -111,30 +117,38 @@ def parse_duration(name: str, text: str) -> int:
     raise BadInput(f"{name} {text!r}: want a time of up to 100 years in s, m, h, d, w or y, such as 36h or 30d")
 
 
-def forget_versions(session: Session, prefix: str, policy: RetentionPolicy, min_age: int, *, dry_run: bool) -> None:
+def forget_versions(
+    session: Session, pattern: str, wanted: KeyPattern, policy: RetentionPolicy, min_age: int, *, dry_run: bool
+) -> None:
     """Delete the versions that no rule keeps, or show which these would be.
 
-    The policies of the settings apply if no rule is given.
+    The policies of the settings apply if no rule is given. Raises NotFound if a pattern is given and no key matches.
     """
-    from nearkin.cli.arguments import check_prefix
     from nearkin.cli.output import print_json, unreadable
     from nearkin.store import Store
     from nearkin_shared.retention import decisions, forget, has_rules
 
-    check_prefix(prefix)
+    prefix, matches = wanted
     given = policy if has_rules(policy) else None
     broken: list[Damage] = []
     with session.open(read_only=dry_run) as store:
         if isinstance(store, Store):
-            found = store.forget(prefix, given, min_age=min_age, dry_run=dry_run, broken=broken.append)
+            found = store.forget(prefix, given, min_age=min_age, dry_run=dry_run, broken=broken.append, matches=matches)
         elif given is None:
             raise BadInput("forget: say what to keep, such as --keep-last 7; the policies are the server's own")
         else:
             found = list(
-                decisions(store.versions, prefix, lambda _: given, lambda _: min_age, time.time(), broken.append)
+                decisions(
+                    store.versions, prefix, lambda _: given, lambda _: min_age, time.time(), broken.append, 0, matches
+                )
             )
             if not dry_run:
                 found = forget(store, found, "forget")
+    if pattern and not found and not broken:
+        raise NotFound(
+            f"forget {pattern!r}: no such key; KEY is taken as a whole, and {pattern + '*'!r} stands for all that "
+            "start with it"
+        )
     if session.as_json:
         print_json({"dry_run": dry_run, "versions": [_json(decision) for decision in found]})
     elif dry_run or not session.quiet:

@@ -1,0 +1,50 @@
+"""`nearkin forget`: the keys that it applies to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from tests.support.checks.commands import InProcess, new_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Return a store with 3 versions of each of 3 keys."""
+    root = new_store(tmp_path / "store")
+    with open_store(root) as opened:
+        for key in ("home", "home-archive", "home/kim"):
+            for number in range(3):
+                opened.put(key, b"%d" % number)
+    return root
+
+
+def kept(store: Path) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    with open_store(store, read_only=True) as opened:
+        for info in opened.versions(all_versions=True):
+            found.setdefault(info.key, []).append(info.version)
+    return {key: sorted(versions) for key, versions in found.items()}
+
+
+def test_forget_of_a_key_leaves_longer_keys_alone(store: Path, call: InProcess) -> None:
+    done = call("--store", store, "forget", "home", "--keep-last", "1")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert kept(store) == {"home": [3], "home-archive": [1, 2, 3], "home/kim": [1, 2, 3]}
+
+
+def test_forget_of_a_glob_applies_to_what_it_matches(store: Path, call: InProcess) -> None:
+    assert call("--store", store, "forget", "home[-/]*", "--keep-last", "2").returncode == 0
+    assert kept(store) == {"home": [1, 2, 3], "home-archive": [2, 3], "home/kim": [2, 3]}
+    assert call("--store", store, "forget", "--keep-last", "1").returncode == 0
+    assert kept(store) == {"home": [3], "home-archive": [3], "home/kim": [3]}
+
+
+@pytest.mark.parametrize("pattern", ["nokey", "hom", "home/", "x*"])
+def test_forget_of_no_key_has_the_exit_code_of_get(store: Path, pattern: str, call: InProcess) -> None:
+    done = call("--store", store, "forget", pattern, "--keep-last", "1")
+    assert done.returncode == call("--store", store, "get", "nokey", "-o", "-").returncode == 4
+    assert b"no such key" in done.stderr
+    assert kept(store) == {"home": [1, 2, 3], "home-archive": [1, 2, 3], "home/kim": [1, 2, 3]}
