@@ -58,6 +58,8 @@ class BlobTransfer:
     known: list[Bools] = field(default_factory=list)
     lengths: list[U32] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
+    checkpointed: Ledger = field(default_factory=Ledger)
+    """Bytes of its checkpoints; changed by the commit thread alone."""
     done: Future[PutResult] = field(default_factory=Future)
     precondition: Precondition | None = None
     origin: BlobOrigin | None = None

@@ -477,11 +477,14 @@ class EmbeddedWriter:
         group = self._stored
         before = self._reported
         self._reported = group
-        ledger = blob.ledger + Ledger(
+        written = blob.checkpointed + Ledger(
             block_bytes=group.block_bytes - before.block_bytes,
             raw_block_bytes=group.raw_block_bytes - before.raw_block_bytes,
             stored_bytes=group.stored_bytes - before.stored_bytes,
         )
+        if blob.prefix is not None:
+            blob.prefix[0].checkpointed += written
+        ledger = blob.ledger + written
         del self._by_number[blob.number]
         blob.done.set_result(PutResult(manifest.info, ledger, manifest.seconds))
 

@@ -328,6 +328,19 @@ def test_checkpoint_restores_all_that_was_stored_before_it(tmp_path: Path) -> No
     subprocess.run(["diff", "-r", folder, tmp_path / "target"], check=True)
 
 
+def test_stored_bytes_count_what_checkpoints_wrote(tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    for number in range(8):
+        (folder / f"{number}").mkdir(parents=True)
+        (folder / f"{number}" / "file").write_bytes(os.urandom(300_000))
+    with open_store(tmp_path / "store", create=True) as store, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nearkin.trees.checkpoint_schedule, "CHECKPOINT_BYTES_FIRST", 1)
+        patch.setattr(nearkin.trees.checkpoint_schedule, "CHECKPOINT_BYTES_MIN", 1)
+        put = store.backup("home", [folder]).put
+    assert put is not None
+    assert 2_400_000 < put.ledger.block_bytes < put.ledger.stored_bytes < 2_600_000
+
+
 @pytest.mark.parametrize("damage", ["lost", "lost while open", "quarantined"])
 def test_backup_reads_files_again_whose_chunks_are_damaged(damage: str, tmp_path: Path) -> None:
     """An unchanged file is not taken over from a container that is missing or quarantined (I2)."""
