@@ -9,6 +9,7 @@ root/index/         lock          tmp/            rebuildable, transient
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -49,7 +50,7 @@ from nearkin_shared.retention import Decision, decisions, forget, min_age_second
 from nearkin_shared.storage import chunking_record, descriptor
 from nearkin_shared.storage.chunking_record import ChunkingGuard
 from nearkin_shared.storage.committed_origins import BlobOrigin, local_origin
-from nearkin_shared.storage.deletions import Deletions, user_and_host
+from nearkin_shared.storage.deletions import REQUEST_BYTES, Deletions, user_and_host
 from nearkin_shared.storage.manifests import key_digest
 from nearkin_shared.storage.version_listing import check_newest, list_from_index, list_from_manifests
 from nearkin_shared.utils.frozen import frozen
@@ -485,7 +486,15 @@ class Store(TreeStorage):
                 matches,
             )
         )
-        return found if dry_run else forget(self, found, FORGET_REASON)
+        delete = partial(
+            self._deletions.delete,
+            tenant,
+            undelete_seconds=self.settings.deletion.undelete_seconds,
+            who=user_and_host(),
+            reason=FORGET_REASON,
+            request=secrets.token_bytes(REQUEST_BYTES),  # of all these versions, so that `undelete` finds them
+        )
+        return found if dry_run else forget(delete, found)
 
     @property
     def chunking(self) -> chunking_record.ChunkingRecord | None:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import groupby, pairwise
-from typing import Protocol
 
 from nearkin_shared.config.storage import RetentionPolicy, RetentionSettings
 from nearkin_shared.errors import BadInput, ClockSkew, NotFound, RetentionActive
@@ -49,18 +48,6 @@ class Decision:
     def kept(self) -> bool:
         """Whether the version is kept."""
         return bool(self.reasons)
-
-
-class Forgettable(Protocol):
-    """A local store, or a store behind a gateway."""
-
-    def versions(
-        self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
-    ) -> list[VersionInfo]:
-        """Return the versions of keys that start with `prefix`, by key."""
-
-    def delete(self, key: str, version: int | None = None, *, reason: str = "") -> int:
-        """Delete a version."""
 
 
 def policy_of(settings: RetentionSettings, tenant: str, key: str) -> RetentionPolicy | None:
@@ -231,7 +218,7 @@ def decisions(
     """Yield the decision about every version of keys that start with `prefix` and match.
 
     Ordered by key, newest first. If a version of a key cannot be read, its creation time is unknown, so that all
-    versions of the key are kept. `list_versions`: as `Forgettable.versions`; it should report every version whose
+    versions of the key are kept. `list_versions`: as `Store.versions`; it should report every version whose
     manifest is damaged. Raises ClockSkew.
     """
     damaged: set[str] = set()
@@ -252,17 +239,17 @@ def decisions(
             yield from decide(list(versions), policy, now, min_age_for(key), superseded_seconds)
 
 
-def forget(store: Forgettable, found: Iterable[Decision], reason: str) -> list[Decision]:
+def forget(delete: Callable[[str, int], object], found: Iterable[Decision]) -> list[Decision]:
     """Delete the versions that are not kept, oldest first of each key; return all outcomes.
 
-    A version that the store finds too recent is kept. Raises as `delete` does.
+    `delete` deletes a version of a key. One that the store finds too recent is kept. Raises as `delete` does.
     """
     done = []
     for decision in sorted(found, key=lambda decision: (decision.info.key, decision.info.version)):
         try:
             if not decision.kept:
                 with suppress(NotFound):  # another process deleted it first
-                    store.delete(decision.info.key, decision.info.version, reason=reason)
+                    delete(decision.info.key, decision.info.version)
             done.append(decision)
         except RetentionActive:
             done.append(Decision(decision.info, ("min-age",)))

@@ -48,3 +48,14 @@ def test_forget_of_no_key_has_the_exit_code_of_get(store: Path, pattern: str, ca
     assert done.returncode == call("--store", store, "get", "nokey", "-o", "-").returncode == 4
     assert b"no such key" in done.stderr
     assert kept(store) == {"home": [1, 2, 3], "home-archive": [1, 2, 3], "home/kim": [1, 2, 3]}
+
+
+def test_undelete_brings_back_what_one_forget_took(store: Path, call: InProcess) -> None:
+    assert call("--store", store, "rm", "home", "--version", "1").returncode == 0
+    with open_store(store) as opened:
+        opened.put("home", b"4")
+    assert call("--store", store, "forget", "home*", "--keep-last", "1").returncode == 0
+    assert kept(store) == {"home": [4], "home-archive": [3], "home/kim": [3]}
+    done = call("--store", store, "undelete", "home")
+    assert done.stdout == b"undeleted 2 versions of home\n"
+    assert kept(store) == {"home": [2, 3, 4], "home-archive": [3], "home/kim": [3]}

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -143,7 +144,7 @@ def forget_versions(
                 )
             )
             if not dry_run:
-                found = forget(store, found, "forget")
+                found = forget(partial(store.delete, reason="forget"), found)
     if pattern and not found and not broken:
         raise NotFound(
             f"forget {pattern!r}: no such key; KEY is taken as a whole, and {pattern + '*'!r} stands for all that "

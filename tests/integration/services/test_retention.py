@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,7 @@ def test_client_forgets_by_the_servers_rules(gateway: RunningGateway) -> None:
             remote.delete("worm/a", 1)
         policy = RetentionPolicy(keep_last=1)
         found = list(decisions(remote.versions, "", lambda _: policy, lambda _: 0, time.time(), lambda _: None))
-        done = forget(remote, found, "a test")
+        done = forget(partial(remote.delete, reason="a test"), found)
         assert {d.info.key: d.reasons for d in done if d.info.version == 1} == {"worm/a": ("retained",), "free/a": ()}
         assert [(info.key, info.version) for info in remote.versions(all_versions=True)] == [
             ("free/a", 3),
@@ -223,9 +224,10 @@ def test_command_keeps_tagged_trees(tmp_path: Path) -> None:
 
 def test_policies_are_the_servers_own(gateway: RunningGateway) -> None:
     from nearkin.cli.forget import forget_versions
+    from nearkin.cli.key_patterns import KeyPattern
     from nearkin.cli.session import Session
 
     session = Session()
     session.server = gateway.url
     with pytest.raises(BadInput, match="say what to keep"):
-        forget_versions(session, "", RetentionPolicy(), 0, dry_run=True)
+        forget_versions(session, "", KeyPattern("", lambda _key: True), RetentionPolicy(), 0, dry_run=True)

@@ -245,7 +245,7 @@ def test_forget_continues_after_a_concurrent_deletion() -> None:
             return 1
 
     store = Racing()
-    done = forget(store, [Decision(found, ()) for found in store.versions()], "")
+    done = forget(store.delete, [Decision(found, ()) for found in store.versions()])
     assert store.deleted == [2]
     assert [decision.kept for decision in done] == [False, False]
 
