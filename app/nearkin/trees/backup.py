@@ -92,6 +92,7 @@ class TreeBackup(BackupWalk):
             self.counts.is_unchanged = False
         if self._skip_if_unchanged and self.counts.is_unchanged and not self.counts.unread:
             raise TreeUnchanged
+        tree.partial = self.partial_folders()
         return tree.finish(self._unread)
 
     @property

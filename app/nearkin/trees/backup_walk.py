@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from nearkin.trees.exclusions import ExclusionOptions, Exclusions
 from nearkin.trees.walker import TreeWalker, tree_paths
 from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry
@@ -118,6 +120,9 @@ class BackupWalk:
     def report_problem(self, path: bytes, reason: str) -> None:
         """Count an entry that cannot be read."""
         self.counts.unread += 1
+        found = self._in_tree(path)
+        self._walker.partial.add(found)
+        self._walker.partial.add(found.rpartition(b"/")[0])
         self._keep(self.counts.problems, path, reason)
 
     def report_change(self, path: bytes, reason: str) -> None:
@@ -128,7 +133,15 @@ class BackupWalk:
     def report_skip(self, path: bytes, reason: str) -> None:
         """Count an entry that is left out on purpose."""
         self.counts.skipped += 1
+        self._walker.partial.add(self._in_tree(path))
         self._keep(self.counts.skips, path, reason)
+
+    def partial_folders(self) -> tuple[bytes, ...] | msgspec.UnsetType:
+        """Return the folders of the tree of which something is left out; unset if they are too many."""
+        return self._walker.partial.sorted()
+
+    def _in_tree(self, path: bytes) -> bytes:
+        return path[len(self._root) :].lstrip(b"/")
 
     def _keep(self, problems: list[PathProblem], path: bytes, reason: str) -> None:
         if len(problems) < PROBLEMS_MAX:

@@ -157,6 +157,8 @@ class TarImport:
                 counts.others += 1
         if _state(self._archive.file) != self._archive.state:
             raise SourceFailed(f"{self._archive.name}: changed while it was read; nothing was stored: import it again")
+        if not counts.left_out:
+            tree.partial = ()
         return tree.finish(counts.left_out + counts.altered)
 
 

@@ -91,6 +91,8 @@ class TreeWriter:
         self._group_bytes = 0
         self._borders = FileBorders(sink)
         self._summary = TreeSummary(root=root, host=host)
+        self.partial: tuple[bytes, ...] | msgspec.UnsetType = msgspec.UNSET
+        """Folders of which something is left out, for the summary; known at the end."""
         self._counts = {"entries": 0, "files": 0, "folders": 0, "size_bytes": 0}
         self._users: dict[int, str] = {}
         self._owner_groups: dict[int, str] = {}
@@ -213,7 +215,7 @@ class TreeWriter:
 
     def _summary_of(self, unread: int) -> TreeSummary:
         owners = {"users": _sorted(self._users), "groups": _sorted(self._owner_groups)}
-        return msgspec.structs.replace(self._summary, unread=unread, **owners, **self._counts)
+        return msgspec.structs.replace(self._summary, unread=unread, partial=self.partial, **owners, **self._counts)
 
     def _plain_blocks(self) -> Iterator[bytes]:
         return map(decompress, self._blocks)

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from nearkin.trees.exclusions import Exclusions
 from nearkin_shared.errors import BadInput
 from nearkin_shared.formats.tree_entry_group import PATH_BYTES_MAX
@@ -28,6 +30,8 @@ Ancestors = tuple[int, int, "Ancestors | None"]
 """Device and inode of a folder, and those of the folders that contain it."""
 PATH_PIECE_BYTES = 4000
 """Of a longer path the folder is opened in pieces: the kernel takes 4,095 bytes."""
+PARTIAL_BYTES_MAX = 1 << 20
+"""Paths of folders of which something is left out."""
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -176,6 +180,27 @@ def open_folder(path: bytes, *, follow_symlinks: bool = False) -> int:
     return descriptor
 
 
+class PartialFolders:
+    """Folders of a tree of which something is left out.
+
+    A restore must not delete other entries in them.
+    """
+
+    def __init__(self) -> None:
+        self._folders: set[bytes] = set()
+        self._size_bytes = 0
+
+    def add(self, folder: bytes) -> None:
+        """Add a folder by its path in the tree."""
+        if folder not in self._folders and self._size_bytes <= PARTIAL_BYTES_MAX:
+            self._folders.add(folder)
+            self._size_bytes += len(folder) + 1
+
+    def sorted(self) -> tuple[bytes, ...] | msgspec.UnsetType:
+        """Return the folders, ascending; unset if they are more than a summary holds."""
+        return msgspec.UNSET if self._size_bytes > PARTIAL_BYTES_MAX else tuple(sorted(self._folders))
+
+
 class TreeWalker:
     """Lists the folders of a tree."""
 
@@ -198,6 +223,7 @@ class TreeWalker:
         self._left_out = frozenset(left_out)
         self._pseudo = pseudo_devices()
         self._unmet = set(paths.given)
+        self.partial = PartialFolders()
 
     def root_status(self) -> os.stat_result:
         """Return the status of the root. Raises BadInput if it cannot be read."""
@@ -279,9 +305,11 @@ class TreeWalker:
             self._problem(path, (err.strerror or "cannot be listed").lower())
             return []
         allowed = self._paths.selected.get(folder)
-        if allowed is not None:
-            names = [name for name in names if name in allowed]
-        return sorted(map(os.fsencode, self._exclusions.kept_names(descriptor, names)))
+        kept = names if allowed is None else [name for name in names if name in allowed]
+        kept = self._exclusions.kept_names(descriptor, kept)
+        if len(kept) < len(names):
+            self.partial.add(folder)
+        return sorted(map(os.fsencode, kept))
 
     def _entries(
         self,
@@ -309,6 +337,7 @@ class TreeWalker:
                 problem(self._file_path(path), f"its path has {len(path):,} bytes, at most {PATH_BYTES_MAX - 1:,} fit")
                 continue
             if excludes(path, status) and not self._is_kept(path, status):
+                self.partial.add(folder)
                 continue
             if path in self._unmet:
                 self._meet(path, status)

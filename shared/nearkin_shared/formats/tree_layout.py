@@ -70,6 +70,8 @@ class TreeSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     groups: dict[int, str] = {}
     unread: int = 0
     """Entries that could not be read, and files that changed while they were read."""
+    partial: tuple[bytes, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Folders of the tree of which something was left out, ascending; unset if they are too many, or not known."""
 
 
 class TreeFooter(NamedTuple):
