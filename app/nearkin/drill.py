@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from blake3 import blake3
 
 from nearkin.drill_report import FORMAT
-from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
+from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
 from nearkin_shared.errors import BadInput, Corrupt
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryKind, TreeEntry
 from nearkin_shared.reading.tree_reader import TreeReader

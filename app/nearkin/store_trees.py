@@ -20,9 +20,9 @@ from nearkin_shared.validation import check_user_key
 
 if TYPE_CHECKING:
     from nearkin.trees.backup_walk import BackupCounts, BackupOptions
+    from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
     from nearkin.trees.store_backup import BackupResult
     from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult
-    from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
     from nearkin_shared.reading.tree_reader import TreeReader
 
 
@@ -69,7 +69,7 @@ class TreeStorage(MaintainedStore):
             self._put_tree,
             lambda name: self.delete(name, reason=CHECKPOINT_REASON),
             partial(check_sound, self._containers, self._quarantine),
-            (self.root, self._index.folder),
+            self.own_folders,
         )
         return back_up(access, key, paths, options or BackupOptions(), counts or BackupCounts())
 
@@ -98,6 +98,11 @@ class TreeStorage(MaintainedStore):
             result = self._put_tree(key, tree, tree_metadata(chosen.metadata, chosen.tags))
         return ImportResult(result, counted)
 
+    @property
+    def own_folders(self) -> tuple[Path, ...]:
+        """Folders that the store writes, which no backup enters and no restore changes."""
+        return self.root, self._index.folder
+
     def tree(self, key: str, version: int | None = None) -> TreeReader:
         """Return a reader of a tree's entries.
 
@@ -121,7 +126,9 @@ class TreeStorage(MaintainedStore):
         Attributes that cannot be set are counted and listed in the result. Raises NotFound (key, version or path),
         Corrupt (damaged, or no tree), BadInput (the target is no folder), NoRoom, TenantErased, StoreUnavailable.
         """
-        from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions, TreeRestore
+        from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
+        from nearkin.trees.target_deletion import identities
+        from nearkin.trees.tree_restore import TreeRestore
 
         manifest = self._manifest(key, version)
         reader = self._range(manifest, 0, manifest.size_bytes).tree()
@@ -131,6 +138,7 @@ class TreeStorage(MaintainedStore):
             Path(target),
             options or RestoreOptions(),
             counts or RestoreCounts(),
+            protected=identities(self.own_folders),
         )
         return restore.run(path)
 

@@ -107,6 +107,31 @@ def test_restore_overwrite_policy(
     assert text[1].startswith("of those that exist ")
 
 
+def test_restore_delete_lists_deleted_and_kept_entries(tmp_path: Path, call: InProcess) -> None:
+    """A dry run, and `--verbose`, name each entry; excluded ones are deleted with --delete-excluded only."""
+    source, target, store = tmp_path / "source", tmp_path / "target", tmp_path / "store"
+    (source / "kept").mkdir(parents=True)
+    (source / "kept" / "a.o").touch()
+    assert call("--store", store, "init").returncode == 0
+    assert call("--store", store, "backup", "home", source, "-e", "*.o").returncode == 0
+    (target / "kept").mkdir(parents=True)
+    for name in ("besides", "kept/b.o"):
+        (target / name).touch()
+    words = ("--store", store, "restore", "home", "-o", target, "--delete")
+    planned = call.answer(*words, "--dry-run")
+    assert (planned["deleted_paths"], planned["not_deleted"]) == (["besides"], 1)
+    text = call(*words, "--dry-run").stdout.decode()
+    assert "would delete besides" in text
+    assert "not deleted: kept/b.o: the backup left out entries of its folder" in text
+    done = call(*words, "--verbose")
+    assert done.returncode == 0
+    assert "deleted besides" in done.stdout.decode()
+    assert "not deleted: kept/b.o" in done.stderr.decode()
+    assert names(target) == ["kept", "kept/b.o"]
+    assert_refused(call(*words[:-1], "--delete-excluded"), 2, "--delete-excluded: ")
+    assert call.answer(*words, "--delete-excluded")["deleted_paths"] == ["kept/b.o"]
+
+
 def test_restore_of_unknown_locations_is_refused(store: Path, tmp_path: Path, call: InProcess) -> None:
     for location, code, text in (
         ("hom:/etc", 4, "key 'hom:/etc': the store has none, nor 'hom'"),

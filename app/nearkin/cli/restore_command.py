@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +17,14 @@ from nearkin_shared.errors import BadInput
 
 if TYPE_CHECKING:
     from nearkin.cli.tree_location import ResolvedLocation
+    from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
     from nearkin.trees.restore_plan import PlannedRestore
-    from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
+    from nearkin.trees.target_deletion import DeletionCounts
     from nearkin_shared.formats.tree_entry_group import TreeEntry
     from nearkin_shared.reading.tree_reader import TreeReader
 
 POLICIES = ("always", "if-changed", "never")
-"""Values of nearkin.trees.tree_restore.Overwrite, which is imported once the command runs."""
+"""Values of nearkin.trees.restore_counts.Overwrite, which is imported once the command runs."""
 
 
 @click.command(cls=AsWritten, options_metavar="[OPTIONS]")
@@ -39,18 +42,20 @@ POLICIES = ("always", "if-changed", "never")
 )
 @click.option("--overwrite", type=click.Choice(POLICIES), default="always", help="Policy for files that exist.")
 @click.option("--delete", is_flag=True, help="Delete what restored folders contain and the tree does not.")
+@click.option("--delete-excluded", is_flag=True, help="With --delete: also what the backup left out, and sockets.")
 @click.option("-i", "--include", metavar="PATTERN", multiple=True, help="Restore only what matches; repeatable.")
 @click.option("-e", "--exclude", metavar="PATTERN", multiple=True, help="Leave out what matches; repeatable.")
 @click.option("-n", "--dry-run", is_flag=True, help="Report what would be written and deleted; change nothing.")
+@click.option("-v", "--verbose", is_flag=True, help="List what is deleted, and what --delete keeps.")
 @shared_options
 def restore(
     location: str,
     output: Path,
     overwrite: str,
-    delete: bool,
+    *,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
-    dry_run: bool,
+    **flags: bool,
 ) -> int:
     """Restore a tree or a part of it into a folder.
 
@@ -59,13 +64,16 @@ def restore(
     compared with its digest.
 
     nearkin restore home -o /tmp/home
-    nearkin restore home@3:/kim/mail -o ./mail
-    nearkin restore home@2026-11-20T18:00Z:/kim/notes.txt -o .   # DIR/notes.txt
-    nearkin restore home@36h -o /home --overwrite if-changed     # writes only files whose size or mtime differ
-    nearkin restore home -o /home --delete --dry-run             # what would be written and deleted
-    nearkin restore home -o /tmp/some --include '*.tex' --include '/kim/mail/'
+    nearkin restore home@3:/mail -o ./mail
+    nearkin restore home@2026-11-20T18:00Z:/notes.txt -o .       # DIR/notes.txt
+    nearkin restore home@36h -o /home/kim --overwrite if-changed # writes only files whose size or mtime differ
+    nearkin restore home -o /home/kim --delete --dry-run         # what would be written and deleted
+    nearkin restore home -o /tmp/some --include '*.tex' --include '/mail/'
 
     --overwrite always replaces existing files, if-changed keeps those of the same size and mtime, never keeps all.
+    --delete makes DIR equal to the tree, which is the content of the folder that was backed up (here /home/kim). It
+    keeps folders of a store, what is below a mount point, sockets, and what is in folders of which the backup left
+    something out; --delete-excluded deletes the last two as well.
     Patterns are those of .gitignore files, relative to the root of the tree. Folders that lead to a match are restored
     with their own modes, owners and times.
 
@@ -74,25 +82,30 @@ def restore(
     Nothing is written through a symlink out of DIR.
     """
     from nearkin.cli.tree_location import open_tree, open_tree_store, parse_location, resolve_location
-    from nearkin.trees.tree_restore import Overwrite, RestoreOptions
+    from nearkin.trees.restore_counts import Overwrite, RestoreOptions
 
     session = current_session()
     parse_location(location)
+    delete, delete_excluded = flags["delete"], flags["delete_excluded"]
+    if delete_excluded and not delete:
+        raise BadInput("--delete-excluded: extends --delete; add it")
     if delete and (include or exclude):
         raise BadInput("--delete: not with --include or --exclude, which would delete what they leave out")
     accepts = _compile(include, exclude) if include or exclude else None
-    options = RestoreOptions(Overwrite(overwrite), delete, accepts)
+    options = RestoreOptions(Overwrite(overwrite), delete, delete_excluded, accepts)
     with open_tree_store(session) as store:
         found = resolve_location(store, location)
         tree = open_tree(store, found)
-        if dry_run:
-            return _plan(session, found, tree, output, options)
+        if flags["dry_run"]:
+            from nearkin.trees.target_deletion import identities
+
+            return _plan(session, found, tree, output, options, identities(store.own_folders))
         started = time.perf_counter()
         with _progress(tree, found.path or b"", options, shown=not session.as_json) as counts:
             store.restore(
                 found.key, output, version=found.version, path=found.path or b"", options=options, counts=counts
             )
-    return _report(session, found, output, counts, time.perf_counter() - started)
+    return _report(session, found, output, counts, time.perf_counter() - started, verbose=flags["verbose"])
 
 
 def _compile(include: Sequence[str], exclude: Sequence[str]) -> Callable[[TreeEntry], bool]:
@@ -115,8 +128,8 @@ def _compile(include: Sequence[str], exclude: Sequence[str]) -> Callable[[TreeEn
 def _progress(tree: TreeReader, path: bytes, options: RestoreOptions, *, shown: bool) -> Iterator[RestoreCounts]:
     """Draw a progress bar; its total is the content of the selected entries."""
     from nearkin.cli.progress import EntriesDone, entries_bar, is_drawn
+    from nearkin.trees.restore_counts import RestoreCounts
     from nearkin.trees.restore_plan import selected_bytes
-    from nearkin.trees.tree_restore import RestoreCounts
 
     counts = RestoreCounts()
     total = selected_bytes(tree, path, options) if is_drawn(shown=shown) else None
@@ -128,12 +141,19 @@ def _progress(tree: TreeReader, path: bytes, options: RestoreOptions, *, shown: 
         yield counts
 
 
-def _plan(session: Session, found: ResolvedLocation, tree: TreeReader, target: Path, options: RestoreOptions) -> int:
+def _plan(
+    session: Session,
+    found: ResolvedLocation,
+    tree: TreeReader,
+    target: Path,
+    options: RestoreOptions,
+    protected: frozenset[tuple[int, int]],
+) -> int:
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import print_json, print_line
     from nearkin.trees.restore_plan import PlannedRestore, plan_restore
 
-    counts = plan_restore(tree, found.path or b"", target, options, PlannedRestore())
+    counts = plan_restore(tree, found.path or b"", target, options, PlannedRestore(), protected=protected)
     if session.as_json:
         print_json({"dry_run": True, **_location_json(found, target), **_planned_json(counts)})
     else:
@@ -149,7 +169,7 @@ def _planned_json(counts: PlannedRestore) -> dict[str, object]:
         "others": counts.others,
         "replaced": counts.replaced,
         "kept_files": counts.kept_files,
-        "deleted": counts.deleted,
+        **_deletion_json(counts.deletion),
         "written_bytes": counts.bytes,
     }
 
@@ -166,19 +186,62 @@ def _plan_lines(counts: PlannedRestore) -> Iterator[str]:
         yield f"of those that exist {counts.replaced:,} would be replaced; {counts.kept_files:,} more would be kept"
     if counts.deleted:
         yield f"{plural(counts.deleted, 'other entry', 'other entries')} of the target would be deleted"
+    yield from _deleted_lines("would delete", counts.deletion)
+    yield from _kept_lines(counts.deletion, verbose=True)
+
+
+def _deletion_json(counts: DeletionCounts) -> dict[str, object]:
+    from nearkin.cli.tree_output import PROBLEMS_SHOWN_MAX, problems_json
+
+    return {
+        "deleted": counts.deleted,
+        "deleted_paths": [os.fsdecode(path) for path in counts.deleted_paths[:PROBLEMS_SHOWN_MAX]],
+        "not_deleted": counts.kept,
+        "not_deleted_entries": problems_json(counts.kept_entries),
+    }
+
+
+def _deleted_lines(what: str, counts: DeletionCounts) -> Iterator[str]:
+    from nearkin.cli.tree_output import PROBLEMS_SHOWN_MAX, show_path
+
+    for path in counts.deleted_paths[:PROBLEMS_SHOWN_MAX]:
+        yield f"{what} {show_path(path)}"
+    more = counts.deleted - PROBLEMS_SHOWN_MAX
+    if more > 0:
+        yield f"{what} {more:,} more, which are not listed"
+
+
+def _kept_lines(counts: DeletionCounts, *, verbose: bool) -> Iterator[str]:
+    """Yield a line for each entry that `--delete` keeps, or for each reason."""
+    from nearkin.cli.tree_output import path_lines, show_path
+    from nearkin_shared.savings_table import plural
+
+    if verbose:
+        yield from path_lines("not deleted", counts.kept_entries, counts.kept)
+        return
+    reasons = Counter(entry.reason for entry in counts.kept_entries)
+    for reason, number in sorted(reasons.items()):
+        first = next(entry for entry in counts.kept_entries if entry.reason == reason)
+        yield f"{plural(number, 'entry', 'entries')} not deleted: {reason}; the first: {show_path(first.path)}"
 
 
 def _location_json(found: ResolvedLocation, target: Path) -> dict[str, object]:
-    import os
-
     path = "/" if not found.path else f"/{os.fsdecode(found.path)}"
     return {"key": found.key, "version": found.version, "path": path, "target": str(target)}
 
 
-def _report(session: Session, found: ResolvedLocation, target: Path, counts: RestoreCounts, seconds: float) -> int:
+def _report(
+    session: Session,
+    found: ResolvedLocation,
+    target: Path,
+    counts: RestoreCounts,
+    seconds: float,
+    *,
+    verbose: bool,
+) -> int:
     """Print the result of a restore; return the exit code."""
     from nearkin.cli.exit_codes import ExitCode
-    from nearkin.cli.output import print_json, report, warn
+    from nearkin.cli.output import print_json, print_line, report, warn
     from nearkin.cli.tree_output import path_lines, problems_json
     from nearkin_shared.savings_table import human_bytes, plural
     from nearkin_shared.utils.terminal import printable
@@ -194,7 +257,7 @@ def _report(session: Session, found: ResolvedLocation, target: Path, counts: Res
                 "folders": counts.folders,
                 "others": counts.others,
                 "kept_files": counts.kept_files,
-                "deleted": counts.deleted,
+                **_deletion_json(counts.deletion),
                 "written_bytes": counts.written_bytes,
                 "failed": counts.failed,
                 "damaged": counts.damaged,
@@ -207,8 +270,10 @@ def _report(session: Session, found: ResolvedLocation, target: Path, counts: Res
         return code
     for line in path_lines("", failures, max(counts.failed, len(failures))):
         warn(line)
-    for line in _unset_lines(counts):
+    for line in (*_unset_lines(counts), *_kept_lines(counts.deletion, verbose=verbose)):
         warn(line)
+    for line in _deleted_lines("deleted", counts.deletion) if verbose else ():
+        print_line(line)
     others = f", {plural(counts.others, 'other')}" if counts.others else ""
     kept = f", {counts.kept_files:,} kept" if counts.kept_files else ""
     deleted = f", {counts.deleted:,} deleted" if counts.deleted else ""

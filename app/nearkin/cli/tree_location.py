@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from nearkin.cli.session import Session
     from nearkin.store import Store
     from nearkin.trees.backup_walk import BackupCounts, BackupOptions
+    from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
     from nearkin.trees.store_backup import BackupResult
     from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult
-    from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
     from nearkin_shared.reading.tree_reader import TreeReader
     from nearkin_shared.results import Damage, VersionInfo
 
@@ -102,6 +102,10 @@ class SupportsTrees(SupportsInfo, Protocol):
         counts: RestoreCounts | None = None,
     ) -> RestoreCounts:
         """Restore a tree, or a part of it."""
+
+    @property
+    def own_folders(self) -> tuple[Path, ...]:
+        """Folders of this machine that the store writes."""
 
     def tree(self, key: str, version: int | None = None) -> TreeReader:
         """Return a reader of a tree's entries."""

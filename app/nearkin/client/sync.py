@@ -21,9 +21,9 @@ from nearkin_shared.results import VersionInfo
 
 if TYPE_CHECKING:
     from nearkin.trees.backup_walk import BackupCounts, BackupOptions
+    from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
     from nearkin.trees.store_backup import BackupResult
     from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult
-    from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
     from nearkin_shared.reading.tree_reader import TreeReader
 
 
@@ -72,6 +72,11 @@ class RemoteStore(GatewayCalls):
 
         return import_tar_remote(self, key, source, options or ImportOptions(), counts or ImportCounts())
 
+    @property
+    def own_folders(self) -> tuple[Path, ...]:
+        """Folders of this machine that the store writes: none."""
+        return ()
+
     def tree(self, key: str, version: int | None = None) -> TreeReader:
         """Return a reader of a tree's entries, which reads ranges of the version.
 
@@ -96,7 +101,7 @@ class RemoteStore(GatewayCalls):
         Raises as `Store.restore` does, and AccessDenied.
         """
         from nearkin.trees.remote_trees import restore_remote
-        from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions
+        from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
 
         return restore_remote(
             self, key, Path(target), version, path, options or RestoreOptions(), counts or RestoreCounts()

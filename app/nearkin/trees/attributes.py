@@ -30,13 +30,13 @@ def descriptor_path(folder: int, name: bytes) -> bytes:
 
 
 def read_xattrs(
-    target: int | bytes, lost: Callable[[str], None] = lambda _reason: None
+    target: int | bytes, lost: Callable[[str], None] = lambda _reason: None, *, follow: bool = False
 ) -> tuple[tuple[bytes, bytes], ...]:
-    """Return (name, value) of the extended attributes, by name; a symlink is not followed.
+    """Return (name, value) of the extended attributes, by name; a symlink only with `follow`.
 
     `lost` is called with the reason for each that is left out. Raises OSError.
     """
-    follow = isinstance(target, int)
+    follow = follow or isinstance(target, int)
     try:
         names = os.listxattr(target, follow_symlinks=follow)
     except OSError as err:

@@ -137,7 +137,7 @@ class BackupWalk:
         self._keep(self.counts.skips, path, reason)
 
     def partial_folders(self) -> tuple[bytes, ...] | msgspec.UnsetType:
-        """Return the folders of the tree of which something is left out; unset if they are too many."""
+        """Return the folders of which something is left out; unset if they are too many."""
         return self._walker.partial.sorted()
 
     def _in_tree(self, path: bytes) -> bytes:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 from nearkin.trees.backup import TreeBackup
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, ComparisonOptions
 from nearkin.trees.byte_pipe import BytePipe
+from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
 from nearkin.trees.store_backup import BackupResult, metadata_of, tree_metadata
 from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult, open_import
-from nearkin.trees.tree_restore import RestoreCounts, RestoreOptions, TreeRestore
+from nearkin.trees.tree_restore import TreeRestore
 from nearkin.trees.tree_sinks import StreamSink, TreeSink
 from nearkin_shared.errors import BadInput, Corrupt
 from nearkin_shared.reading.tree_reader import TreeReader

@@ -12,84 +12,35 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import StrEnum
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from blake3 import blake3
 
-from nearkin.trees.attributes import descriptor_path, read_xattrs
+from nearkin.trees.entry_attributes import AttributeWriter, make_enterable, xattrs_of
+from nearkin.trees.restore_counts import Overwrite, RestoreCounts, RestoreOptions, reason_of
+from nearkin.trees.target_deletion import (
+    IS_STORE,
+    Identity,
+    TargetDeletion,
+    check_target,
+    is_protected,
+    partial_folders,
+)
 from nearkin_shared.errors import BadInput, Corrupt, NoRoom, NotFound, StoreUnavailable
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryFlag, EntryKind, TreeEntry
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
 SKIP_BYTES_MAX = 4 << 20
 """Contents that are not wanted are read over up to here; beyond, the stream is opened again."""
-PROBLEMS_MAX = 10_000
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_KEPT_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _TEMPORARY = b".nearkin-restore-%d"
 _DEVICE_TYPES = {EntryKind.CHARACTER_DEVICE: stat.S_IFCHR, EntryKind.BLOCK_DEVICE: stat.S_IFBLK}
-
-
-class Overwrite(StrEnum):
-    """Policy of a restore for files that exist."""
-
-    ALWAYS = "always"
-    IF_CHANGED = "if-changed"
-    """Keep the content of a file of the same size and mtime."""
-    NEVER = "never"
-
-
-class RestoreOptions(NamedTuple):
-    """Options of a restore."""
-
-    overwrite: Overwrite = Overwrite.ALWAYS
-    delete: bool = False
-    """Delete what restored folders contain besides."""
-    accepts: Callable[[TreeEntry], bool] | None = None
-    """Restores only the entries for which it returns true, and the folders that lead to them, with their attributes."""
-
-
-class RestoreProblem(NamedTuple):
-    """An entry that is not restored as it was."""
-
-    path: bytes
-    reason: str
-    is_attribute: bool = False
-    """Whether the entry is restored, without one of its attributes; `RestoreCounts.unset` counts these."""
-
-
-@dataclass(slots=True)
-class RestoreCounts:
-    """Progress of a restore; another thread may read it."""
-
-    files: int = 0
-    folders: int = 0
-    others: int = 0
-    kept_files: int = 0
-    """Files that existed and were kept."""
-    deleted: int = 0
-    written_bytes: int = 0
-    problems: list[RestoreProblem] = field(default_factory=list)
-    failed: int = 0
-    """Entries that are missing or incomplete."""
-    damaged: int = 0
-    """Those of them whose stored content is damaged."""
-    unset: Counter[str] = field(default_factory=Counter)
-    """Attributes that this user or file system could not set, by kind: owner, mode, time, and names of attributes."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every entry was restored with its content and attributes."""
-        return not self.failed and not self.unset
 
 
 class TreeRestore:
@@ -102,8 +53,10 @@ class TreeRestore:
         target: Path,
         options: RestoreOptions,
         counts: RestoreCounts,
+        *,
+        protected: Collection[Identity] = (),
     ) -> None:
-        """`open_range(start, stop)` opens contents of the tree."""
+        """`open_range(start, stop)` opens contents of the tree. `protected`: folders of the store."""
         self._reader = reader
         self._contents = ContentStream(open_range, reader.content_bytes)
         self._target = target
@@ -112,8 +65,16 @@ class TreeRestore:
         self._base = b""
         self._folder: tuple[bytes, int] | None = None
         self._root = -1
-        self._linked: dict[bytes, bytes] = {}
-        """Paths at which the content of a hard link's target is, where the target itself is not restored."""
+        self._protected = frozenset(protected)
+        self._attributes = AttributeWriter(counts)
+        self._link_targets: frozenset[bytes] = frozenset()
+        """Paths whose content further names share."""
+        self._sources: dict[bytes, tuple[bytes, tuple[int, int]]] = {}
+        """For such a path: where this run wrote or compared its content, and device and inode of that file."""
+        self._link_sources: dict[bytes, bytes] = {}
+        """For a hard link that is restored as a file: the path whose content it has."""
+        self._closed: set[bytes] = set()
+        """Folders of the tree that are not restored."""
         self._restored_folders: list[TreeEntry] = []
         """Folders whose attributes are set at the end, each after those that contain it."""
         self._known_folders: set[bytes] = set()
@@ -123,9 +84,12 @@ class TreeRestore:
     def run(self, path: bytes = b"") -> RestoreCounts:
         """Restore the content of a folder, or one other entry, into the target.
 
-        Raises NotFound, BadInput (the target is no folder), Corrupt, NoRoom, StoreUnavailable.
+        Raises NotFound, BadInput (the target is no folder or in the store, `delete` is not safe), Corrupt, NoRoom,
+        StoreUnavailable.
         """
         single = None if not path else self._reader.find(path)
+        check_target(self._target, self._protected)
+        partial = check_delete(self._reader, single, self._options)
         if single is not None and single.entry.kind != EntryKind.FOLDER:
             self._base = single.entry.folder
             entries: Iterator[PlacedEntry] = iter((single,))
@@ -134,12 +98,22 @@ class TreeRestore:
             entries = self._reader.below(path)
             if single is not None:
                 self._restored_folders.append(single.entry)
+            summary = self._reader.summary
+            if summary.entries > summary.files + summary.folders:
+                self._link_targets = frozenset(self._reader.hard_link_targets())
         self._open_target()
+        self._deletion = TargetDeletion(
+            self._root,
+            self.counts.deletion,
+            self._protected,
+            partial=partial,
+            with_excluded=self._options.delete_excluded,
+        )
         try:
             self._run(entries)
         finally:
             self._contents.close()
-            self._close_folder()
+            self._drop_folder()
             os.close(self._root)
         return self.counts
 
@@ -151,6 +125,10 @@ class TreeRestore:
                 continue
             accepts = self._options.accepts
             if accepts is not None and not accepts(entry):
+                continue
+            if self._closed and entry.folder in self._closed:
+                if entry.kind == EntryKind.FOLDER:
+                    self._closed.add(entry.path)
                 continue
             try:
                 descriptor = self._folder_of(entry.folder)
@@ -209,6 +187,9 @@ class TreeRestore:
             finally:
                 os.close(descriptor)
             descriptor = below
+            if self._protected and is_protected(descriptor, self._protected):
+                os.close(descriptor)
+                raise OSError(0, IS_STORE)
         return descriptor
 
     def _add_parents(self, folder: bytes) -> None:
@@ -223,27 +204,49 @@ class TreeRestore:
                 self._restored_folders.append(self._reader.find(path).entry)
 
     def _close_folder(self) -> None:
-        """Close the folder in progress; with `delete`, delete what else it contains."""
+        """Close the folder in progress; with `delete`, delete what else it contains.
+
+        Only after all its entries were read: an entry that was not read yet is not superfluous.
+        """
         if self._folder is None:
             return
-        (_, descriptor), self._folder = self._folder, None
+        (path, descriptor), self._folder = self._folder, None
         names, self._names = self._names, set()
         try:
-            if self._options.delete and self._options.accepts is None:
-                self._delete_others(descriptor, names)
+            if self._deletes:
+                self._delete_others(descriptor, path, names)
         finally:
             os.close(descriptor)
 
-    def _delete_others(self, descriptor: int, names: set[bytes]) -> None:
-        for name in map(os.fsencode, os.listdir(descriptor)):
-            if name in names:
-                continue
-            try:
-                _remove(name, descriptor)
-                self.counts.deleted += 1
-            except OSError as err:
-                self.counts.failed += 1
-                self._note(name, f"cannot be deleted: {_reason(err)}")
+    def _drop_folder(self) -> None:
+        """Close the folder in progress after an error."""
+        if self._folder is not None:
+            os.close(self._folder[1])
+            self._folder = None
+
+    @property
+    def _deletes(self) -> bool:
+        return self._options.delete and self._options.accepts is None
+
+    def _delete_others(self, descriptor: int, folder: bytes, names: set[bytes]) -> None:
+        failures = self._deletion.counts.failures
+        before = len(failures)
+        try:
+            self._deletion.delete_others(descriptor, folder, names)
+        except OSError as err:
+            self.counts.fail(folder, f"cannot be listed: {reason_of(err)}")
+        for failure in failures[before:]:
+            self.counts.fail(failure.path, f"cannot be deleted: {failure.reason}")
+
+    def _replace(self, entry: TreeEntry, folder: int) -> bool:
+        """Delete a folder that has the name of another entry; return whether it is deleted."""
+        failures = self._deletion.counts.failures
+        before = len(failures)
+        if self._deletion.remove(entry.name, folder, entry.path, is_counted=False):
+            return True
+        why = failures[before].reason if len(failures) > before else "it contains entries that are not deleted"
+        self.counts.fail(entry.path, f"a folder has this name, and cannot be replaced: {why}")
+        return False
 
     def _finish_folder(self, entry: TreeEntry) -> None:
         path = self._relative(entry.path)
@@ -255,16 +258,16 @@ class TreeRestore:
             self._fail(entry, err)
             return
         try:
-            if self._options.delete and self._options.accepts is None:
+            if self._deletes:
                 self._delete_if_empty(entry, descriptor)
-            self._set_attributes(entry, descriptor)
+            self._attributes.set_open(entry, descriptor)
         finally:
             os.close(descriptor)
 
     def _delete_if_empty(self, entry: TreeEntry, descriptor: int) -> None:
         """Delete everything in a folder that is empty in the tree: no entry opened it."""
         if next(self._reader.children(entry.path), None) is None:
-            self._delete_others(descriptor, set())
+            self._delete_others(descriptor, entry.path, set())
 
     # --- entries -----------------------------------------------------------------------------------------------------
 
@@ -275,23 +278,22 @@ class TreeRestore:
             return
         exists = self._existing(entry.name, folder)
         if exists is not None:
-            if self._is_kept(entry, exists):
+            if self._is_kept(entry, exists, folder):
                 self.counts.kept_files += 1
-                self._keep(entry, folder)
                 return
-            if stat.S_ISDIR(exists.st_mode) and not self._options.delete:
-                self._note(entry.path, "a folder has this name; use --delete to replace it")
-                self.counts.failed += 1
-                return
-            if stat.S_ISDIR(exists.st_mode) or entry.kind != EntryKind.FILE:
-                _remove(entry.name, folder)
+            if stat.S_ISDIR(exists.st_mode):
+                if not self._options.delete:
+                    self.counts.fail(entry.path, "a folder has this name; use --delete to replace it")
+                    return
+                if not self._replace(entry, folder):
+                    return
                 exists = None
         if entry.kind == EntryKind.FILE:
             self._restore_file(placed, folder, replaces=exists is not None)
         elif entry.kind == EntryKind.HARD_LINK:
-            self._restore_link(placed, folder)
+            self._restore_link(placed, folder, exists)
         else:
-            self._restore_other(entry, folder)
+            self._restore_other(entry, folder, replaces=exists is not None)
 
     def _existing(self, name: bytes, folder: int) -> os.stat_result | None:
         try:
@@ -299,35 +301,52 @@ class TreeRestore:
         except FileNotFoundError:
             return None
 
-    def _is_kept(self, entry: TreeEntry, exists: os.stat_result) -> bool:
+    def _is_kept(self, entry: TreeEntry, exists: os.stat_result, folder: int) -> bool:
+        """Return whether the policy keeps an existing entry, which then has its attributes."""
         overwrite = self._options.overwrite
         if overwrite == Overwrite.NEVER:
             return True
-        return (
-            overwrite == Overwrite.IF_CHANGED
-            and entry.kind == EntryKind.FILE
-            and stat.S_ISREG(exists.st_mode)
-            and (exists.st_size, exists.st_mtime_ns) == (entry.size, entry.mtime_ns)
-        )
+        return is_same_file(entry, exists, overwrite) and self._keep(entry, folder, exists)
 
-    def _keep(self, entry: TreeEntry, folder: int) -> None:
-        """Give a file whose content is kept its attributes."""
-        if self._options.overwrite == Overwrite.IF_CHANGED:
-            descriptor = os.open(entry.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-            try:
-                self._set_attributes(entry, descriptor)
-            finally:
-                os.close(descriptor)
+    def _keep(self, entry: TreeEntry, folder: int, exists: os.stat_result) -> bool:
+        """Give a file whose content is kept its attributes; return whether it is kept.
+
+        A file with several names and other attributes is not: another name may be outside of the target.
+        """
+        descriptor = os.open(entry.name, _KEPT_FLAGS, dir_fd=folder)
+        try:
+            status = os.fstat(descriptor)
+            if (status.st_dev, status.st_ino) != (exists.st_dev, exists.st_ino):
+                raise OSError(0, "was replaced while it was restored")
+            if status.st_nlink == 1:
+                self._attributes.set_open(entry, descriptor)
+            elif (stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid) != (entry.mode, entry.uid, entry.gid) or (
+                xattrs_of(descriptor) != dict(entry.xattrs)
+            ):
+                return False
+            self._note_source(entry, status)
+            return True
+        finally:
+            os.close(descriptor)
 
     def _restore_folder(self, entry: TreeEntry, folder: int) -> None:
         exists = self._existing(entry.name, folder)
         if exists is not None and not stat.S_ISDIR(exists.st_mode):
+            if self._options.overwrite == Overwrite.NEVER:
+                self.counts.kept_files += 1
+                self._closed.add(entry.path)
+                self.counts.fail(entry.path, "a file has this name, and `never` keeps it: its content is not restored")
+                return
             os.unlink(entry.name, dir_fd=folder)
             exists = None
+        if exists is not None and (exists.st_dev, exists.st_ino) in self._protected:
+            self._closed.add(entry.path)
+            self._deletion.counts.add_kept(entry.path, IS_STORE)
+            return
         if exists is None:
             os.mkdir(entry.name, 0o700, dir_fd=folder)
         elif exists.st_mode & 0o700 != 0o700:
-            os.chmod(entry.name, stat.S_IMODE(exists.st_mode) | 0o700, dir_fd=folder)
+            make_enterable(entry.name, folder)
         self._restored_folders.append(entry)
         if self._options.accepts is not None:
             self._known_folders.add(entry.path)
@@ -342,7 +361,8 @@ class TreeRestore:
         descriptor = os.open(name, _NEW_FLAGS, 0o600, dir_fd=folder)
         try:
             self._write_content(placed, descriptor)
-            self._set_attributes(entry, descriptor)
+            self._attributes.set_open(entry, descriptor, is_new=True)
+            status = os.fstat(descriptor)
             if replaces:
                 os.rename(name, entry.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
@@ -351,10 +371,10 @@ class TreeRestore:
             raise
         finally:
             os.close(descriptor)
+        self._note_source(entry, status)
         self.counts.files += 1
         if entry.flags & EntryFlag.INCOMPLETE:
-            self.counts.failed += 1
-            self._note(entry.path, "was stored incomplete: reading it failed during the backup")
+            self.counts.fail(entry.path, "was stored incomplete: reading it failed during the backup")
 
     def _write_content(self, placed: PlacedEntry, descriptor: int) -> None:
         entry, hasher, position = placed.entry, blake3(), placed.start
@@ -375,98 +395,108 @@ class TreeRestore:
         if entry.content_bytes and hasher.digest(length=DIGEST_BYTES) != entry.digest:
             raise Corrupt(f"{entry.path!r}: BLAKE3 of its content differs from its entry; run `nearkin verify`")
 
-    def _restore_link(self, placed: PlacedEntry, folder: int) -> None:
-        """Make a hard link; restore the content where the entry that has it is not restored."""
+    def _restore_link(self, placed: PlacedEntry, folder: int, exists: os.stat_result | None) -> None:
+        """Make a hard link to a file of this run; restore the content where there is none.
+
+        A file that this run neither wrote nor compared may have other content than the tree's.
+        """
         entry = placed.entry
-        target = self._linked.get(entry.target, entry.target)
-        if target == entry.target and not self._is_restored(target):
-            content = self._reader.content_of(placed)
-            self._linked[entry.target] = entry.path
-            copied = content.entry._replace(folder=entry.folder, name=entry.name)
-            self._restore(PlacedEntry(copied, content.start), folder)
+        found = self._sources.get(entry.target)
+        if found is not None and exists is not None and found[1] == (exists.st_dev, exists.st_ino):
+            self.counts.others += 1
             return
-        parent, _, name = target.rpartition(b"/")
-        source = self._open_folder(self._relative(parent))
+        if found is not None and self._link(*found, entry.name, folder):
+            self.counts.others += 1
+            return
+        content = self._reader.content_of(placed)
+        copied = content.entry._replace(folder=entry.folder, name=entry.name)
+        self._sources.pop(entry.target, None)
+        self._link_sources[entry.path] = entry.target
+        self._restore(PlacedEntry(copied, content.start), folder)
+
+    def _link(self, path: bytes, identity: tuple[int, int], name: bytes, folder: int) -> bool:
+        """Make another name of a file of this run; return whether it is that file."""
+        parent, _, source_name = path.rpartition(b"/")
+        temporary = _TEMPORARY % os.getpid()
         try:
-            os.link(name, entry.name, src_dir_fd=source, dst_dir_fd=folder, follow_symlinks=False)
+            source = self._open_folder(self._relative(parent))
+        except OSError:
+            return False
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=folder)
+            os.link(source_name, temporary, src_dir_fd=source, dst_dir_fd=folder, follow_symlinks=False)
+            status = os.stat(temporary, dir_fd=folder, follow_symlinks=False)
+            if (status.st_dev, status.st_ino) == identity:
+                os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                return True
+            os.unlink(temporary, dir_fd=folder)
+        except OSError as err:  # such as too many links: the content is restored again
+            if err.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
         finally:
             os.close(source)
-        self.counts.others += 1
+        return False
 
-    def _is_restored(self, path: bytes) -> bool:
-        """Return whether an entry, which comes before its hard links, was among those to restore."""
-        if self._base and not path.startswith(self._base + b"/"):
-            return False
-        accepts = self._options.accepts
-        return accepts is None or accepts(self._reader.find(path).entry)
+    def _note_source(self, entry: TreeEntry, status: os.stat_result) -> None:
+        """Note the file that has the content of later hard links."""
+        target = self._link_sources.pop(entry.path, entry.path)
+        if target in self._link_targets:
+            self._sources[target] = entry.path, (status.st_dev, status.st_ino)
 
-    def _restore_other(self, entry: TreeEntry, folder: int) -> None:
+    def _restore_other(self, entry: TreeEntry, folder: int, *, replaces: bool) -> None:
+        name = _TEMPORARY % os.getpid() if replaces else entry.name
+        with suppress(FileNotFoundError):
+            if replaces:
+                os.unlink(name, dir_fd=folder)
         if entry.kind == EntryKind.SYMLINK:
-            os.symlink(entry.target, entry.name, dir_fd=folder)
+            os.symlink(entry.target, name, dir_fd=folder)
         elif entry.kind == EntryKind.FIFO:
-            os.mkfifo(entry.name, 0o600, dir_fd=folder)
+            os.mkfifo(name, 0o600, dir_fd=folder)
         else:
             try:
-                os.mknod(entry.name, 0o600 | _DEVICE_TYPES[EntryKind(entry.kind)], entry.size, dir_fd=folder)
+                os.mknod(name, 0o600 | _DEVICE_TYPES[EntryKind(entry.kind)], entry.size, dir_fd=folder)
             except PermissionError:
                 self.counts.unset["device"] += 1
-                self._note(entry.path, "is a device, which only root can make", is_attribute=True)
+                self.counts.note(entry.path, "is a device, which only root can make", is_attribute=True)
                 return
-        self._set_named_attributes(entry, folder)
+        try:
+            status = self._attributes.set_named(entry, name, folder)
+            if replaces:
+                os.rename(name, entry.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+            raise
+        self._note_source(entry, status)
         self.counts.others += 1
 
-    # --- attributes --------------------------------------------------------------------------------------------------
-
-    def _set_attributes(self, entry: TreeEntry, descriptor: int) -> None:
-        """Set attributes of an open entry: first the owner, which clears others; last the times."""
-        status = os.fstat(descriptor)
-        if (status.st_uid, status.st_gid) != (entry.uid, entry.gid):
-            self._attempt(entry, "owner", lambda: os.fchown(descriptor, entry.uid, entry.gid))
-        self._attempt(entry, "mode", lambda: os.fchmod(descriptor, entry.mode))
-        existing = read_xattrs(descriptor) if entry.xattrs or status.st_nlink > 1 or entry.kind == 1 else ()
-        for name, _ in existing:
-            if name not in dict(entry.xattrs):
-                self._attempt(entry, name.decode(errors="replace"), partial(os.removexattr, descriptor, name))
-        for name, value in entry.xattrs:
-            if (name, value) not in existing:
-                self._attempt(entry, name.decode(errors="replace"), partial(os.setxattr, descriptor, name, value))
-        self._attempt(entry, "time", lambda: os.utime(descriptor, ns=(entry.mtime_ns, entry.mtime_ns)))
-
-    def _set_named_attributes(self, entry: TreeEntry, folder: int) -> None:
-        """Set attributes of an entry that cannot be opened without an effect."""
-        name, is_link = entry.name, entry.kind == EntryKind.SYMLINK
-        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        if (status.st_uid, status.st_gid) != (entry.uid, entry.gid):
-            self._attempt(
-                entry, "owner", lambda: os.chown(name, entry.uid, entry.gid, dir_fd=folder, follow_symlinks=False)
-            )
-        if not is_link:
-            self._attempt(entry, "mode", lambda: os.chmod(name, entry.mode, dir_fd=folder))
-        through = descriptor_path(folder, name)
-        for attribute, value in entry.xattrs:
-            put = partial(os.setxattr, through, attribute, value, follow_symlinks=False)
-            self._attempt(entry, attribute.decode(errors="replace"), put)
-        self._attempt(
-            entry,
-            "time",
-            lambda: os.utime(name, ns=(entry.mtime_ns, entry.mtime_ns), dir_fd=folder, follow_symlinks=False),
-        )
-
-    def _attempt(self, entry: TreeEntry, what: str, call: Callable[[], None]) -> None:
-        """Set an attribute; count it if this user or file system cannot."""
-        try:
-            call()
-        except (OSError, OverflowError) as err:
-            self.counts.unset[what] += 1
-            self._note(entry.path, f"{what} cannot be set: {_reason(err)}", is_attribute=True)
-
     def _fail(self, entry: TreeEntry, err: Exception) -> None:
-        self.counts.failed += 1
-        self._note(entry.path, _reason(err))
+        self.counts.fail(entry.path, reason_of(err))
 
-    def _note(self, path: bytes, reason: str, *, is_attribute: bool = False) -> None:
-        if len(self.counts.problems) < PROBLEMS_MAX:
-            self.counts.problems.append(RestoreProblem(path, reason, is_attribute))
+
+def check_delete(reader: TreeReader, single: PlacedEntry | None, options: RestoreOptions) -> Collection[bytes]:
+    """Return the folders in which `delete` deletes nothing.
+
+    Raises BadInput if it is not safe at all.
+    """
+    if not options.delete:
+        return ()
+    if single is not None and single.entry.kind != EntryKind.FOLDER:
+        raise BadInput("--delete: the selected entry is a file; leave out --delete")
+    return partial_folders(reader, with_excluded=options.delete_excluded)
+
+
+def is_same_file(entry: TreeEntry, exists: os.stat_result, overwrite: Overwrite) -> bool:
+    """Return whether `if-changed` keeps the content of an existing file."""
+    return (
+        overwrite == Overwrite.IF_CHANGED
+        and entry.kind == EntryKind.FILE
+        and stat.S_ISREG(exists.st_mode)
+        and (exists.st_size, exists.st_mtime_ns) == (entry.size, entry.mtime_ns)
+    )
 
 
 @runtime_checkable
@@ -511,16 +541,3 @@ class ContentStream:
         pieces, self._pieces, self._piece = self._pieces, None, memoryview(b"")
         if isinstance(pieces, ClosableIterator):
             pieces.close()
-
-
-def _remove(name: bytes, folder: int) -> None:
-    """Delete a file or a folder with its content. Raises OSError."""
-    if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-        shutil.rmtree(name, dir_fd=folder)
-    else:
-        os.unlink(name, dir_fd=folder)
-
-
-def _reason(err: BaseException) -> str:
-    strerror = getattr(err, "strerror", None)
-    return strerror.lower() if strerror else str(err) or type(err).__name__

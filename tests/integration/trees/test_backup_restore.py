@@ -15,7 +15,7 @@ import nearkin.trees.checkpoint_schedule
 from nearkin.store import Store, open_store
 from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
 from nearkin.trees.exclusions import ExclusionOptions
-from nearkin.trees.tree_restore import Overwrite, RestoreOptions
+from nearkin.trees.restore_counts import Overwrite, RestoreOptions
 from nearkin_shared.errors import BadInput, Corrupt, NotFound
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 from tests.support.data.stores import SMALL, settings

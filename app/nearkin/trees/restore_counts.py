@@ -1,0 +1,93 @@
+"""Options and counts of a restore.
+
+Invariant: an entry that is not restored as it was is counted; the first PROBLEMS_MAX are kept with path and reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from nearkin.trees.target_deletion import DeletionCounts
+from nearkin_shared.formats.tree_entry_group import TreeEntry
+
+PROBLEMS_MAX = 10_000
+
+
+class Overwrite(StrEnum):
+    """Policy of a restore for files that exist."""
+
+    ALWAYS = "always"
+    IF_CHANGED = "if-changed"
+    """Keep the content of a file of the same size and mtime."""
+    NEVER = "never"
+
+
+class RestoreOptions(NamedTuple):
+    """Options of a restore."""
+
+    overwrite: Overwrite = Overwrite.ALWAYS
+    delete: bool = False
+    """Delete what restored folders contain besides, except what the backup left out."""
+    delete_excluded: bool = False
+    """Delete that as well, and sockets."""
+    accepts: Callable[[TreeEntry], bool] | None = None
+    """Restores only the entries for which it returns true, and the folders that lead to them, with their attributes."""
+
+
+class RestoreProblem(NamedTuple):
+    """An entry that is not restored as it was."""
+
+    path: bytes
+    reason: str
+    is_attribute: bool = False
+    """Whether the entry is restored, without one of its attributes; `RestoreCounts.unset` counts these."""
+
+
+@dataclass(slots=True)
+class RestoreCounts:
+    """Progress of a restore; another thread may read it."""
+
+    files: int = 0
+    folders: int = 0
+    others: int = 0
+    kept_files: int = 0
+    """Files that existed and were kept."""
+    deletion: DeletionCounts = field(default_factory=DeletionCounts)
+    written_bytes: int = 0
+    problems: list[RestoreProblem] = field(default_factory=list)
+    failed: int = 0
+    """Entries that are missing or incomplete."""
+    damaged: int = 0
+    """Those of them whose stored content is damaged."""
+    unset: Counter[str] = field(default_factory=Counter)
+    """Attributes that this user or file system could not set, by kind: owner, mode, time, and names of attributes."""
+
+    @property
+    def deleted(self) -> int:
+        """Entries of the target that were deleted."""
+        return self.deletion.deleted
+
+    def fail(self, path: bytes, reason: str) -> None:
+        """Count an entry that is missing or incomplete."""
+        self.failed += 1
+        self.note(path, reason)
+
+    def note(self, path: bytes, reason: str, *, is_attribute: bool = False) -> None:
+        """Keep a problem with its path."""
+        if len(self.problems) < PROBLEMS_MAX:
+            self.problems.append(RestoreProblem(path, reason, is_attribute))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every entry was restored with its content and attributes."""
+        return not self.failed and not self.unset
+
+
+def reason_of(err: BaseException) -> str:
+    """Return the reason of an error, for a line about one entry."""
+    strerror = getattr(err, "strerror", None)
+    return strerror.lower() if strerror else str(err) or type(err).__name__
