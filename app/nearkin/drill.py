@@ -86,8 +86,12 @@ class DrillCounts:
 
     files: int = 0
     restored_bytes: int = 0
+    compared: int = 0
+    """Files, or pieces of a version of `put`, that were compared with the source."""
     changed_since: int = 0
     """Files of the source with another size or mtime than the stored ones, or none."""
+    missing: int = 0
+    """Of these, files that the source does not have, or that cannot be read there."""
     mismatch_count: int = 0
     mismatches: list[dict[str, str]] = field(default_factory=list)
 
@@ -124,6 +128,12 @@ def run_drill(store: DrillStore, key: str, version: int, options: DrillOptions, 
             counts.add_mismatch(b"", str(err))
     if not counts.files and not counts.mismatch_count and info.size_bytes and not is_tree:
         counts.add_mismatch(b"", "nothing was restored")
+    if not counts.compared and counts.changed_since:
+        counts.add_mismatch(
+            b"",
+            f"nothing was compared with the source: {counts.missing:,} files are missing there, "
+            f"{counts.changed_since - counts.missing:,} have changed; name the folder that was backed up",
+        )
     return {
         "format": FORMAT,
         "key": key,
@@ -139,7 +149,9 @@ def run_drill(store: DrillStore, key: str, version: int, options: DrillOptions, 
         "files": counts.files,
         "bytes": counts.restored_bytes,
         "compared_with_source": options.compare is not None,
+        "compared": counts.compared,
         "changed_since": counts.changed_since,
+        "missing": counts.missing,
         "mismatch_count": counts.mismatch_count,
         "mismatches": counts.mismatches,
         "passed": not counts.mismatch_count,
@@ -238,10 +250,15 @@ def _compare_source(entry: TreeEntry, path: bytes, counts: DrillCounts) -> None:
         is_same = stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == (entry.size, entry.mtime_ns)
         if not is_same:
             counts.changed_since += 1
-        elif _file_digest(entry, path) != entry.digest:
-            counts.add_mismatch(entry.path, "differs from the source, which has the same size and mtime")
+            return
+        digest = _file_digest(entry, path)
     except OSError:
         counts.changed_since += 1
+        counts.missing += 1
+        return
+    counts.compared += 1
+    if digest != entry.digest:
+        counts.add_mismatch(entry.path, "differs from the source, which has the same size and mtime")
 
 
 # --- versions of put -------------------------------------------------------------------------------------------------
@@ -267,8 +284,10 @@ def _drill_blob(store: DrillStore, info: VersionInfo, target: Path, options: Dri
             is_whole = (start, stop) == (0, info.size_bytes)
             if is_whole and info.digest != f"blake3:{blake3().update_mmap(path).hexdigest()}":
                 counts.add_mismatch(b"", "has another digest after the restore")
-            if options.compare is not None and not _equals_source(options.compare, path, start, stop, info):
-                counts.add_mismatch(b"", f"bytes {start:,} to {stop:,} differ from the source")
+            if options.compare is not None:
+                counts.compared += 1
+                if not _equals_source(options.compare, path, start, stop, info):
+                    counts.add_mismatch(b"", f"bytes {start:,} to {stop:,} differ from the source")
 
 
 def _choose_pieces(size_bytes: int, options: DrillOptions) -> Iterator[tuple[int, int]]:

@@ -111,6 +111,18 @@ def test_changed_source_is_counted_and_a_forged_one_is_named(store: Path, source
     assert [one["path"] for one in report["mismatches"]] == ["1/1"]
 
 
+def test_drill_that_compares_nothing_does_not_pass(store: Path, source: Path, tmp_path: Path, call: InProcess) -> None:
+    done = call("--store", store, "drill", "home", "--all", "--compare", source)
+    report = report_of(done)
+    assert (report["passed"], report["compared"], report["missing"]) == (True, report["files"], 0)
+    (tmp_path / "elsewhere").mkdir()
+    done = call("--store", store, "drill", "home", "--all", "--compare", tmp_path / "elsewhere")
+    report = report_of(done)
+    assert (done.returncode, report["passed"], report["compared"]) == (5, False, 0)
+    assert report["missing"] == report["files"] > 0
+    assert "nothing was compared" in report["mismatches"][0]["reason"]
+
+
 def test_damage_is_named(tmp_path: Path, call: InProcess) -> None:
     """Name the files of the damaged block, and restore all others."""
     source, store = tmp_path / "large", tmp_path / "damaged"
