@@ -217,6 +217,9 @@ def test_password_is_required(store: Path, tmp_path: Path) -> None:
             answer = httpx.get(url + "blob/1", auth=auth)
             assert answer.status_code == 401
             assert "Basic" in answer.headers["www-authenticate"]
+        for header in ("Basic", "Basic !!", "Basic a2lt", "Basic /w==", "basic a2lt", "Other x", "x"):
+            answer = httpx.get(url + "blob/1", headers={"Authorization": header})
+            assert (answer.status_code, header) == (401, header)
         assert httpx.get(url + "home/kim/1/?archive=tar").status_code == 401
         assert httpx.get(url + "blob/1", auth=("kim", PASSWORD)).content == b"blob"
         assert httpx.get(url + "blob/1", auth=("kim", PASSWORD), headers={"Host": "backup.example"}).status_code == 200

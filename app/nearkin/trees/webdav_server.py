@@ -10,6 +10,7 @@ Invariant: nothing is changed, and a content that fails its verification breaks 
 
 from __future__ import annotations
 
+import base64
 import hmac
 import ipaddress
 import logging
@@ -399,6 +400,19 @@ class _Password(BaseDomainController):  # type: ignore[misc]  # the library has 
         return False
 
 
+class _Authenticator(HTTPAuthenticator):  # type: ignore[misc]  # the library has no types
+    """Asks for the password again if the header with it is malformed; the library would fail."""
+
+    def handle_basic_auth_request(self, environ: Environ, start_response: StartResponse) -> Any:
+        try:
+            pair = base64.b64decode(environ["HTTP_AUTHORIZATION"].partition(" ")[2].strip(), validate=True).decode()
+        except ValueError:
+            pair = ""
+        if ":" not in pair:
+            return self.send_basic_auth_response(environ, start_response)
+        return super().handle_basic_auth_request(environ, start_response)
+
+
 class _HostCheck:
     """Refuses other host names where no password is set.
 
@@ -433,7 +447,7 @@ def webdav_app(store: MountableStore, options: WebdavOptions) -> Callable[[Envir
     app = WsgiDAVApp(
         {
             "provider_mapping": {"/": _Provider(shared)},
-            "middleware_stack": [ErrorPrinter, HTTPAuthenticator, Archives, WsgiDavDirBrowser, RequestResolver],
+            "middleware_stack": [ErrorPrinter, _Authenticator, Archives, WsgiDavDirBrowser, RequestResolver],
             "http_authenticator": {
                 "domain_controller": _Password,
                 "accept_basic": True,
