@@ -32,7 +32,7 @@ def diff(before: str, after: str, no_metadata: bool) -> None:
 
     nearkin diff home@3 home@4
     nearkin diff home@36h home                     # since 36 hours ago
-    nearkin diff home@3:/kim/thesis home:/kim/thesis
+    nearkin diff home@3:/thesis home:/thesis
     nearkin diff home@3 laptop@7 --no-metadata
     nearkin --json diff home@3 home@4 | jq -r '.changes[] | select(.change == "removed").path'
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def dump(location: str, output: str | None, archive: str | None) -> None:
     """Write a file of a tree, or a folder as a tar archive.
 
-    nearkin dump home:/kim/notes.txt | less
+    nearkin dump home:/notes.txt | less
     nearkin dump home@3:/etc/fstab -o fstab.old
-    nearkin dump home@36h:/kim/mail --archive tar | tar -x -C /tmp/mail
+    nearkin dump home@36h:/mail --archive tar | tar -x -C /tmp/mail
     nearkin dump home --archive tar | zstd > home.tar.zst
 
     The content is compared with its digest before its last bytes are written; with -o a failed dump leaves FILE as it

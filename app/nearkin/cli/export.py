@@ -20,7 +20,7 @@ def export(location: str, output: str) -> None:
     """Write a tree, or a folder of it, as a tar archive.
 
     nearkin export home -o home.tar
-    nearkin export home@3:/kim/mail -o mail.tar
+    nearkin export home@3:/mail -o mail.tar
     nearkin export home -o - | zstd > home.tar.zst
 
     The archive is that of `nearkin dump --archive tar`; a failed export leaves FILE as it was.

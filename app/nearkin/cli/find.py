@@ -43,7 +43,7 @@ def find(pattern: str, locations: tuple[str, ...], versions: bool, ignore_case: 
 
     nearkin find fstab
     nearkin find '*.tex' home                      # in quotes, or the shell expands it
-    nearkin find '/kim/mail/*/2026-11*' home@3:/kim
+    nearkin find '/mail/*/2026-11*' home@3:/
     nearkin find thesis.odt home --versions -l     # which versions have it, and its size in each
     nearkin --json find '*.key' | jq -r '.[].path'
     """
