@@ -36,7 +36,7 @@ def main(stages: str | None, config_file: Path | None, worker: str, verbose: boo
     """
     settings = settings_of(config_file)
     chosen = _chosen(stages, settings)
-    name = "pipeline" if len(chosen) > 1 else chosen[0]
+    name = "pipeline" if len(chosen) == len(STAGES) else chosen[0]
     run_process(name, parts_of(STAGES, chosen), settings, config_file, worker, verbose=verbose)
 
 
