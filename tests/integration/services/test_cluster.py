@@ -160,16 +160,16 @@ def test_status_shows_crashes_and_runs_exclude(
     assert status()[0] == 3
     assert "gateway      not started" in status()[1]
     chunker = processes.launch(
-        "chunker", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "l", folder
+        "pipeline", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "l", folder
     )
     code, output = status()
-    assert (code, f"chunker      up, pid {chunker.pid}" in output) == (0, True)
-    (folder / "chunker.log").write_text("what went wrong\n")
+    assert (code, f"pipeline     up, pid {chunker.pid}" in output) == (0, True)
+    (folder / "pipeline.log").write_text("what went wrong\n")
     os.kill(chunker.pid, signal.SIGKILL)
     until(lambda: not chunker.alive)
     code, output = status()
     assert code == 1
-    assert "chunker      ENDED BY ITSELF" in output
+    assert "pipeline     ENDED BY ITSELF" in output
     assert "what went wrong" in output
     cluster = Cluster(folder)
     with cluster._locked(), pytest.raises(RetryableError, match="another `make up` or `make down` is at work"):
