@@ -208,7 +208,7 @@ def rm(key: str, version: int | None, reason: str, now: bool, yes: bool) -> None
 @click.option("--reason", metavar="TEXT", default="", help="Kept with what was done.")
 @shared_options
 def undelete(key: str, version: int | None, reason: str) -> None:
-    """Bring back what the latest rm or forget took, or one version.
+    """Bring back what the latest rm or forget took.
 
     Through a server, and after a GC run by retention.policies, each version was deleted on its own: name it.
 
