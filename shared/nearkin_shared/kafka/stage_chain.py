@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import StoreUnavailable
@@ -177,20 +178,15 @@ def chain(settings: Settings, links: Sequence[ChainLink], kafka_outbox: Callable
 
     `kafka_outbox` returns a new outbox to Kafka for a service.
     """
-    handlers: list[Handler] = []
+    handler = links[-1].make(partial(kafka_outbox, links[-1].service))
+    later: list[Handler] = []
     outboxes: list[InProcessOutbox] = []
-    for number, link in reversed(list(enumerate(links))):
-        if not handlers:
-            handlers.append(link.make(partial(kafka_outbox, link.service)))
-            continue
-        following = links[number + 1]
-        outboxes.append(
-            InProcessOutbox(settings, following.service, following.topic, handlers[-1], kafka_outbox(link.service))
-        )
-        handlers.append(link.make(partial(_same, outboxes[-1])))
-    if not outboxes:
-        return handlers[0]
-    return StageChain(handlers[-1], outboxes[::-1], handlers[-2::-1])
+    for link, following in reversed(list(pairwise(links))):
+        later.insert(0, handler)
+        outbox = InProcessOutbox(settings, following.service, following.topic, handler, kafka_outbox(link.service))
+        outboxes.insert(0, outbox)
+        handler = link.make(partial(_same, outbox))
+    return StageChain(handler, outboxes, later) if outboxes else handler
 
 
 def _same(outbox: InProcessOutbox) -> InProcessOutbox:

@@ -335,13 +335,14 @@ def _step(report: Callable[[str], None], what: str) -> Iterator[None]:
 
 def _workers(stages: str) -> tuple[Service, ...]:
     """Return the workers of the groups of stages."""
-    if stages == "fused":
+    groups = stage_groups(stages)
+    if len(groups) == 1:
         return (PIPELINE,)
     return tuple(
         Service(
             "-".join(group), PIPELINE.module, ("--stages", "+".join(group), *PIPELINE.arguments), ready_line=": ready"
         )
-        for group in stage_groups(stages)
+        for group in groups
     )
 
 
