@@ -223,6 +223,20 @@ def test_end_read_again_without_segments_is_committed(log: Log) -> None:
     assert log.committable() == 3
 
 
+def test_committed_blob_whose_pack_is_gone_is_reported_committed(log: Log) -> None:
+    """The pack was deleted behind the commit; then Kafka lost the offsets, and the reference was read again."""
+    log.add_segments(1, 0)
+    log.add_end(1, 1)
+    assert log.read() == {"k1": "committed"}
+    log.begin()
+    began_us, origin = start_of(1)
+    gone = End(envelope(1, 0), began_us, origin, failure="staging/x is missing; upload it again", segments=0)
+    log._add(1, gone)
+    log._add(2, End(envelope(2, 0), *start_of(2), failure="staging/y is missing; upload it again", segments=0))
+    assert log.read(2) == {"k1": "committed", "k2": "failed"}
+    assert log.committable() == len(log.records)
+
+
 def test_version_committed_in_time_with_late_copies_stays(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version that was committed in time stays, however late its records are read again.
 
