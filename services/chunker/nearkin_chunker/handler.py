@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from struct import Struct
+from threading import BoundedSemaphore
 
 import numpy as np
 
@@ -57,6 +58,8 @@ LONG_STATES_MAX = 52
 JOIN_BYTES_MAX = 8 * 1024 * 1024
 """Frames of one blob cut together: fewer calls, and the uncut tail is cut again less often."""
 OPEN_BLOBS_MAX = 4096
+DELETIONS_MAX = 1024
+"""Packs that wait for their deletion."""
 
 
 def check_messages_fit(settings: Settings) -> None:
@@ -146,6 +149,7 @@ class ChunkerHandler:
         self._awaiting = AckTracker(outbox)
         self._objects = objects
         self._remover = ThreadPoolExecutor(1, "nearkin-staging")
+        self._deletion_room = BoundedSemaphore(DELETIONS_MAX)
 
     def on_assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
         self._awaiting.forget(partition)
@@ -212,10 +216,16 @@ class ChunkerHandler:
         )
 
     def on_committed(self, partition: int, offset: int) -> None:
-        """Delete the packs of references before the offset: nothing needs them any more."""
+        """Delete the packs of references before the offset: nothing needs them any more.
+
+        Where deletions wait behind DELETIONS_MAX others, the gateways delete the packs later, by age.
+        """
         packs = self._partitions[partition].packs if partition in self._partitions else deque()
         while packs and packs[0][0] < offset:
-            self._remover.submit(delete_pack, self._objects, packs.popleft()[1])
+            _, name = packs.popleft()
+            if self._deletion_room.acquire(blocking=False):
+                deletion = self._remover.submit(delete_pack, self._objects, name)
+                deletion.add_done_callback(lambda _: self._deletion_room.release())
 
     def close(self) -> None:  # noqa: D102
         self._outbox.close()
@@ -226,7 +236,7 @@ class ChunkerHandler:
         """Append a frame to its blob; return the blob, or None if nothing is to be done."""
         envelope = frame.envelope
         if isinstance(frame, StagedFrame):
-            part.packs.append((record.offset, pack_name(envelope.blob, envelope.position)))
+            part.packs.append((record.offset, pack_name(frame)))
         blob = part.open.get(envelope.blob)
         if blob is None:
             state = part.resumed.pop(envelope.blob, None)
@@ -266,7 +276,6 @@ class ChunkerHandler:
         if isinstance(frame, Frame):
             return frame.payload
         found: list[U8 | None] = []
-        name = pack_name(blob.envelope.blob, frame.envelope.position)
 
         def read() -> None:
             try:
@@ -278,16 +287,7 @@ class ChunkerHandler:
             part.open.pop(blob.envelope.blob, None)
             return None
         if found[0] is None:  # deleted after the blob ended, if Kafka lost the offsets behind it
-            end = End(
-                replace(blob.envelope, sequence=blob.sequence),
-                frame.began_us,
-                frame.origin,
-                segments=0,
-                failure=f"chunker: {name} is missing; upload it again",
-            )
-            headers = headers_of("chunker", "end", end.envelope, trace_of(record))
-            self._outbox.send("segments", blob.envelope.blob, encode(end), headers)
-            part.open.pop(blob.envelope.blob, None)
+            self._fail(part, blob, f"{pack_name(frame)} is missing; upload it again", trace_of(record), frame)
         return found[0]
 
     def _end(self, part: _Partition, record: Record, end: End) -> None:
@@ -340,10 +340,17 @@ class ChunkerHandler:
         while len(blob.frames) > 1 and blob.frames[0][1] <= position:
             blob.frames.popleft()
 
-    def _fail(self, part: _Partition, blob: _Open, failure: str, traceparent: bytes | None) -> None:
+    def _fail(
+        self,
+        part: _Partition,
+        blob: _Open,
+        failure: str,
+        traceparent: bytes | None,
+        committed_as: StagedFrame | None = None,
+    ) -> None:
         with about(blob.envelope.blob, blob.envelope.tenant, traceparent):
             _log.warning("blob %s: %s", blob.envelope.blob.hex(), failure)
-        self._guard.fail(replace(blob.envelope, sequence=blob.sequence), failure, traceparent)
+        self._guard.fail(replace(blob.envelope, sequence=blob.sequence), failure, traceparent, committed_as)
         part.open.pop(blob.envelope.blob, None)
 
 

@@ -106,6 +106,8 @@ class StagedFrame:
     """16 bytes that all attempts to store the same upload share."""
     began_us: int
     """Microseconds since 1970 at the start of the upload."""
+    staged_ms: int
+    """Milliseconds since 1970 when the slice was stored: a part of its object's name."""
     size_bytes: int
     blake3: bytes
     """Digest of the slice, 32 bytes."""
@@ -385,14 +387,16 @@ def _staged_payload(message: StagedFrame) -> bytes:
         raise BadInput(
             f"message: a reference to {message.size_bytes} bytes, or with an origin or a digest of wrong size"
         )
-    return STAGED.pack(message.size_bytes, message.began_us, message.origin, message.blake3)
+    return STAGED.pack(message.size_bytes, message.staged_ms, message.began_us, message.origin, message.blake3)
 
 
 def _staged(envelope: Envelope, payload: U8) -> StagedFrame:
-    size_bytes, began_us, origin, digest = STAGED.unpack(payload)
+    size_bytes, staged_ms, began_us, origin, digest = STAGED.unpack(payload)
     if not 1 <= size_bytes <= STAGED_BYTES_MAX:
         raise ValueError(f"a reference to {size_bytes} bytes: want 1 to {STAGED_BYTES_MAX}")
-    return StagedFrame(envelope, origin, _check_bound(began_us, "began_us", CREATED_US_MAX), size_bytes, digest)
+    _check_bound(began_us, "began_us", CREATED_US_MAX)
+    _check_bound(staged_ms, "staged_ms", CREATED_US_MAX // 1000)
+    return StagedFrame(envelope, origin, began_us, staged_ms, size_bytes, digest)
 
 
 # --- the end of a blob -----------------------------------------------------------------------------------------------

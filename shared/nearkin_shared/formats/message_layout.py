@@ -31,8 +31,8 @@ MAGIC = b"NKS1"
 VERSION = 1
 STAGED_VERSION = 3
 """Format of a reference to a pack: a reader without staging must refuse it by its version."""
-STAGED = Struct("<QQ16s32s")
-"""Payload of a reference to a pack: its bytes, the start of the upload, the upload's origin, BLAKE3 of the pack."""
+STAGED = Struct("<QQQ16s32s")
+"""Payload of a reference: bytes and time of the pack, start and origin of the upload, BLAKE3 of the pack."""
 VERSIONS_READ = (1, 2, 3)
 CONDITIONAL_VERSION = 2
 """Format of an end with a precondition: a reader without preconditions must refuse it, not commit regardless."""

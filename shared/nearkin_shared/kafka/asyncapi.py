@@ -71,7 +71,7 @@ _PAYLOAD = {
     MessageKind.PAIRED: "the fresh chunks, in order",
     MessageKind.PLACED: "the ledger: u64 each",
     MessageKind.END: "JSON",
-    MessageKind.STAGED: "u64 bytes of the slice, u64 start of the upload in microseconds, origin (16), BLAKE3 (32)",
+    MessageKind.STAGED: "of the slice u64 bytes and u64 ms, of the upload u64 us (start) and origin (16), BLAKE3 (32)",
 }
 _TOPIC_TEXT = {
     "frames": "Uploads as they come in. Keyed by blob id.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
@@ -20,6 +21,7 @@ from nearkin_shared.formats.message import (
     Message,
     MessageKind,
     Paired,
+    StagedFrame,
     UndecodedMessage,
     decode,
     encode,
@@ -222,11 +224,18 @@ class RecordGuard:
         surprises(patiently, work)
         return None
 
-    def fail(self, envelope: Envelope, failure: str, traceparent: bytes | None) -> None:
-        """End a blob as failed: the committer publishes the failure."""
+    def fail(
+        self, envelope: Envelope, failure: str, traceparent: bytes | None, committed_as: StagedFrame | None = None
+    ) -> None:
+        """End a blob as failed: the committer publishes the failure.
+
+        `committed_as`: a reference of a blob that may be committed; the committer then looks for its origin first.
+        """
         if self._next_topic is None:
             return
         end = End(envelope, began_us=0, origin=envelope.blob, failure=failure[:500])
+        if committed_as is not None:
+            end = replace(end, began_us=committed_as.began_us, origin=committed_as.origin, segments=0)
         headers = headers_of(self._stage, "end", envelope, traceparent)
         self._outbox.send(self._next_topic, self._next_key(envelope), encode(end), headers)
 

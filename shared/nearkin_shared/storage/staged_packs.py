@@ -1,6 +1,6 @@
 """Keep the bytes of uploads in the object store while Kafka carries references to them.
 
-    staging/<blob id, 32 hex digits>-<offset in the blob, 16 hex digits>     one pack: 1 byte to PACK_BYTES of one blob
+    staging/<ms since 1970, 12 hex digits>-<blob id, 32>-<offset in the blob, 16>     1 byte to PACK_BYTES of one blob
 
 Kafka would write each byte to the disk of every replica, and send it to the worker; a reference is some 200 bytes. A
 pack is deleted once the offset of its reference is committed. Packs that a crashed gateway leaves are deleted by age.
@@ -12,7 +12,10 @@ reference are.
 from __future__ import annotations
 
 import logging
+import re
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 from blake3 import blake3
@@ -28,7 +31,8 @@ _log = logging.getLogger("nearkin.staging")
 
 FOLDER = "staging"
 PACK_BYTES = 8 * MIB
-"""Size of a pack: a PUT costs as much as 10 MB in S3, and an upload holds two packs in memory."""
+"""Size of a pack: a put and a get of S3 for each, 0.71 dollars for 1 TiB; an upload has up to three in memory."""
+_NAME = re.compile(rf"{FOLDER}/([0-9a-f]{{12}})-[0-9a-f]{{32}}-[0-9a-f]{{16}}")
 
 
 @frozen
@@ -42,26 +46,28 @@ class UploadAttempt:
     began_us: int
 
 
-def pack_name(blob: bytes, position: int) -> str:
-    """Return the name of the pack that starts at byte `position` of a blob."""
-    return f"{FOLDER}/{blob.hex()}-{position:016x}"
+def pack_name(staged: StagedFrame) -> str:
+    """Return the name of the object to which a reference refers."""
+    envelope = staged.envelope
+    return f"{FOLDER}/{staged.staged_ms:012x}-{envelope.blob.hex()}-{envelope.position:016x}"
 
 
-def put_pack(objects: ObjectStore, attempt: UploadAttempt, position: int, parts: Sequence[Payload]) -> StagedFrame:
-    """Store a pack durably; return the reference to it.
-
-    Raises StoreUnavailable, PermanentError.
-    """
-    hasher, size_bytes = blake3(), 0
+def refer(attempt: UploadAttempt, position: int, parts: Sequence[Payload]) -> StagedFrame:
+    """Return the reference to a pack that is stored now."""
+    hasher = blake3()
     for part in parts:
         hasher.update(part)
-        size_bytes += len(part)
     envelope = Envelope(attempt.blob, attempt.tenant, attempt.key, position)
+    now_ms, size_bytes = time.time_ns() // 1_000_000, sum(map(len, parts))
+    return StagedFrame(envelope, attempt.origin, attempt.began_us, now_ms, size_bytes, hasher.digest())
+
+
+def put_pack(objects: ObjectStore, staged: StagedFrame, parts: Sequence[Payload]) -> None:
+    """Store the pack of a reference durably. Raises StoreUnavailable, PermanentError."""
     try:
-        objects.put_new(pack_name(attempt.blob, position), *parts)
+        objects.put_new(pack_name(staged), *parts)
     except AlreadyExists:  # the answer to an earlier request was lost; `read_pack` compares the digest
-        _log.info("%s: stored before", pack_name(attempt.blob, position))
-    return StagedFrame(envelope, attempt.origin, attempt.began_us, size_bytes, hasher.digest())
+        _log.info("%s: stored before", pack_name(staged))
 
 
 def read_pack(objects: ObjectStore, staged: StagedFrame) -> U8:
@@ -69,7 +75,7 @@ def read_pack(objects: ObjectStore, staged: StagedFrame) -> U8:
 
     Raises NotFound, Corrupt, StoreUnavailable.
     """
-    name = pack_name(staged.envelope.blob, staged.envelope.position)
+    name = pack_name(staged)
     data = objects.get(name)
     if len(data) != staged.size_bytes or blake3(data).digest() != staged.blake3:
         raise Corrupt(
@@ -80,7 +86,7 @@ def read_pack(objects: ObjectStore, staged: StagedFrame) -> U8:
 
 
 def delete_expired(objects: ObjectStore, before_ms: int) -> int:
-    """Delete the packs of uploads that began before `before_ms`; return their number.
+    """Delete the packs that were stored before `before_ms`; return their number.
 
     Milliseconds since 1970. Their references have left Kafka, or were never sent.
 
@@ -88,13 +94,11 @@ def delete_expired(objects: ObjectStore, before_ms: int) -> int:
     """
     count = 0
     for name, _ in objects.names(FOLDER):
-        try:
-            began_ms = int(name.removeprefix(f"{FOLDER}/")[:12], 16)
-        except ValueError:
-            continue  # not ours
-        if began_ms < before_ms:
-            objects.delete(name)
-            count += 1
+        found = _NAME.fullmatch(name)
+        if found is not None and int(found[1], 16) < before_ms:
+            with suppress(NotFound):  # another gateway deletes them, too
+                objects.delete(name)
+                count += 1
     return count
 
 

@@ -28,7 +28,7 @@ from nearkin_shared.kafka.clients import Outbox, consumer, create_topics, topic
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator, authenticator_of
 from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.objectstore.factory import open_objects, open_store_of
-from nearkin_shared.storage.staged_packs import PACK_BYTES, UploadAttempt, put_pack
+from nearkin_shared.storage.staged_packs import PACK_BYTES, UploadAttempt, put_pack, refer
 from nearkin_shared.utils.failpoints import VARIABLE
 
 SPLIT = ("chunker", "dedup", "resemblance", "delta", "maintenance")
@@ -194,7 +194,8 @@ class Uploader:
             for pack in _packs(pieces):
                 for part in pack:
                     hasher.update(part)
-                reference = put_pack(self._packs, attempt, position, pack)
+                reference = refer(attempt, position, pack)
+                put_pack(self._packs, reference, pack)
                 self.outbox.send("frames", blob, encode(reference), {})
                 position += reference.size_bytes
             pieces = ()

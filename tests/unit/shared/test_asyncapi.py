@@ -58,7 +58,7 @@ SAMPLES: dict[MessageKind, Message] = {
         np.array([10, 20], np.uint32), Ledger(*range(12)),
     ),
     MessageKind.END: End(BLOB, 1, bytes(16), 10, bytes(32), bytes(32), 3, None, {"host": "db1"}),
-    MessageKind.STAGED: StagedFrame(BLOB, bytes(16), 1, 10, bytes(32)),
+    MessageKind.STAGED: StagedFrame(BLOB, bytes(16), 1, 2, 10, bytes(32)),
 }  # fmt: skip
 
 

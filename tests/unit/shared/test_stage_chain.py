@@ -31,7 +31,7 @@ from nearkin_shared.kafka.stage_chain import ChainLink, chain
 from nearkin_shared.kafka.stage_parts import parts_of
 from nearkin_shared.kafka.tenant_context import TenantContexts, tenant_contexts
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
-from nearkin_shared.storage.staged_packs import UploadAttempt, put_pack
+from nearkin_shared.storage.staged_packs import UploadAttempt, put_pack, refer
 
 SETTINGS = Settings()
 CONTENT = text_like(3_000_000, 4) + random_bytes(700_000, 5)
@@ -259,7 +259,10 @@ def staged(fleet: Fleet, blob: bytes = BLOB, pack_bytes: int = 1_500_000) -> lis
     """Return the records of a blob whose bytes are in packs."""
     attempt, values = UploadAttempt(blob, "t", "key", b"o" * 16, 5), []
     for start in range(0, len(CONTENT), pack_bytes):
-        values.append(encode(put_pack(fleet.objects, attempt, start, [CONTENT[start : start + pack_bytes]])))
+        pack = [CONTENT[start : start + pack_bytes]]
+        reference = refer(attempt, start, pack)
+        put_pack(fleet.objects, reference, pack)
+        values.append(encode(reference))
     values.append(frames(blob)[-1].value)
     return [Record("frames", 0, at, blob, value, {}, ()) for at, value in enumerate(values)]
 

@@ -25,6 +25,7 @@ from nearkin_shared.storage.staged_packs import (
     delete_pack,
     pack_name,
     put_pack,
+    refer,
 )
 
 HOLD_SECONDS = 1.0
@@ -36,6 +37,7 @@ SWEEP_SECONDS = 3600.0
 _log = logging.getLogger("nearkin.gateway")
 
 Frames = Sequence[bytes | bytearray]
+Views = Sequence[memoryview]
 
 
 class PackStore:
@@ -46,14 +48,17 @@ class PackStore:
         self.inline_bytes = inline_bytes
         self._away_until = 0.0
 
-    async def delete(self, attempt: UploadAttempt, position: int) -> None:
-        """Delete a pack without a reference, if it exists."""
-        await asyncio.to_thread(delete_pack, self._objects, pack_name(attempt.blob, position))
+    async def delete(self, staged: StagedFrame) -> None:
+        """Delete a pack whose reference was not sent, if it exists."""
+        await asyncio.to_thread(delete_pack, self._objects, pack_name(staged))
 
     async def delete_expired_for_ever(self, retention_hours: int) -> None:
-        """Delete packs whose references have left Kafka, every SWEEP_SECONDS, until cancelled."""
+        """Delete packs whose references have left Kafka, every SWEEP_SECONDS, until cancelled.
+
+        Kafka keeps a record for up to twice its retention: until a segment of its log is full or as old.
+        """
         while True:
-            before_ms = int((time.time() - retention_hours * 3600 - SWEEP_SECONDS) * 1000)
+            before_ms = int((time.time() - 2 * retention_hours * 3600) * 1000)
             try:
                 count = await asyncio.to_thread(delete_expired, self._objects, before_ms)
             except NearkinError as err:
@@ -68,15 +73,15 @@ class PackStore:
         """Return whether packs are worth a try."""
         return time.monotonic() >= self._away_until
 
-    async def put(self, attempt: UploadAttempt, position: int, parts: Frames) -> StagedFrame | None:
-        """Store a pack; return its reference, or None if the object store is unavailable."""
+    async def put(self, staged: StagedFrame, parts: Views) -> bool:
+        """Store a pack; return False if the object store is unavailable."""
         try:
-            views = [memoryview(part) for part in parts]
-            return await asyncio.to_thread(put_pack, self._objects, attempt, position, views)
+            await asyncio.to_thread(put_pack, self._objects, staged, parts)
         except StoreUnavailable as err:
             _log.warning("uploads go through Kafka for %.0f s: %s", AWAY_SECONDS, err)
             self._away_until = time.monotonic() + AWAY_SECONDS
-            return None
+            return False
+        return True
 
 
 class PackWriter:
@@ -98,8 +103,8 @@ class PackWriter:
         """Offset in the blob of the first held frame."""
         self._sending: list[asyncio.Task[None]] = []
         self._is_large = self._is_cancelled = False
-        self._unreferenced: set[int] = set()
-        """Positions of packs whose references are not sent yet."""
+        self._unsent: dict[int, StagedFrame] = {}
+        """References that are not sent yet, by position: their packs may be stored."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def add(self, frame: bytes | bytearray) -> None:
@@ -132,19 +137,20 @@ class PackWriter:
         self._sending.append(asyncio.ensure_future(self._send(frames, position, earlier)))
 
     async def _send(self, frames: Frames, position: int, earlier: asyncio.Task[None] | None) -> None:
-        staged = None
+        is_stored = False
         if self._is_large and self._packs.is_available:
-            self._unreferenced.add(position)
-            staged = await self._packs.put(self._attempt, position, frames)
+            views = [memoryview(frame) for frame in frames]
+            staged = self._unsent[position] = await asyncio.to_thread(refer, self._attempt, position, views)
+            is_stored = await self._packs.put(staged, views)
         if earlier is not None:
             await earlier
         if self._is_cancelled:
             return
-        if staged is None:
-            await self._send_frames(position, frames)
-        else:
+        if is_stored:
             await self._send_reference(staged)
-            self._unreferenced.discard(position)
+            del self._unsent[position]
+        else:
+            await self._send_frames(position, frames)
 
     async def flush(self) -> None:
         """Send all frames, and wait until Kafka has queued them. Raises the first failure."""
@@ -154,11 +160,11 @@ class PackWriter:
             self._sending.pop(0)
 
     async def cancel(self) -> None:
-        """Drop the held frames, and delete the packs whose references are not sent yet."""
+        """Drop the held frames, and delete the packs whose references were not sent."""
         self._is_cancelled = True
         self._held, self._held_bytes = [], 0
         self.send_held()
         sending, self._sending = self._sending, []
         await asyncio.gather(*sending, return_exceptions=True)
-        for position in self._unreferenced:
-            await self._packs.delete(self._attempt, position)
+        for staged in self._unsent.values():
+            await self._packs.delete(staged)
