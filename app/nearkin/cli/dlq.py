@@ -288,4 +288,6 @@ def _printable_content(content: Mapping[str, Any] | None) -> str:
 def _from(letter: Letter) -> str:
     if letter["topic"] is None:
         return "-"
+    if letter["partition"] is None:  # passed in memory, between stages of one process
+        return str(letter["topic"])
     return f"{letter['topic']}[{letter['partition']}]@{letter['offset']}"

@@ -65,6 +65,8 @@ class Record:
     @property
     def label(self) -> str:
         """Name the topic, partition and offset of the record, for messages."""
+        if self.is_internal:
+            return f"{self.topic}, message {self.offset} in memory"
         return f"{self.topic}[{self.partition}] offset {self.offset}"
 
 

@@ -19,12 +19,12 @@ PREVIEW_BYTES_MAX = 1024 * 1024
 
 def letter_json(letter: DeadLetter) -> dict[str, Any]:
     """Return where a letter came from and why it is one, without key, headers and value."""
-    topic, partition, offset = letter.source or (None, None, None)
+    _, partition, offset = letter.source or (None, None, None)
     time = datetime.fromtimestamp(max(0, letter.timestamp_ms) / 1000, UTC)
     return {
         "letter": f"{letter.partition}:{letter.offset}",
         "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        "topic": topic,
+        "topic": letter.source_topic,
         "partition": partition,
         "offset": offset,
         "stage": letter.stage,

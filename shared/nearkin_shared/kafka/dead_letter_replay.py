@@ -23,6 +23,7 @@ from nearkin_shared.errors import BadInput, NotFound, PermanentError
 from nearkin_shared.kafka.clients import as_bytes, connection, topic, unavailable
 from nearkin_shared.kafka.dead_letters import (
     CLASS_HEADER,
+    IN_MEMORY_HEADER,
     MESSAGE_HEADER,
     OFFSET_HEADER,
     OMITTED_HEADERS_HEADER,
@@ -45,6 +46,7 @@ LISTED_MAX = 10_000
 """Letters of one listing: 2 kB of memory each."""
 TRANSACTION_LETTERS = 100
 TRANSACTION_BYTES = 32 * 1024 * 1024
+PARTITION_BY_KEY = -1
 LEADER_CHANGES = (KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE)
 LEADER_SECONDS = 0.1
 ASK_SECONDS = 10.0
@@ -81,11 +83,28 @@ class DeadLetter:
         return self.partition, self.offset
 
     @property
+    def source_topic(self) -> str | None:
+        """Return the topic of the record, None where the letter does not say."""
+        return self.ours.get(TOPIC_HEADER) or None
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Return whether a stage of the same process had passed the record: Kafka never had it."""
+        return IN_MEMORY_HEADER in self.ours
+
+    @property
     def source(self) -> tuple[str, int, int] | None:
-        """Return topic, partition and offset of the record, None where the letter does not say."""
+        """Return topic, partition and offset of the record in Kafka.
+
+        None where Kafka never had it, or the letter does not say.
+        """
         parts = (self.ours.get(PARTITION_HEADER, ""), self.ours.get(OFFSET_HEADER, ""))
-        name = self.ours.get(TOPIC_HEADER, "")
-        if not name or not all(part.isascii() and part.isdecimal() and len(part) < 20 for part in parts):
+        name = self.source_topic
+        if (
+            name is None
+            or self.is_in_memory
+            or not all(part.isascii() and part.isdecimal() and len(part) < 20 for part in parts)
+        ):
             return None
         return name, int(parts[0]), int(parts[1])
 
@@ -137,7 +156,7 @@ def list_letters(
             before = found.pop(mark, None)
             if before is not None and (dropped if _is_drop(letter) else replayed):
                 found[mark] = _with_mark(before, letter)
-        elif source is None or (letter.source is not None and letter.source[0] == source):
+        elif source is None or letter.source_topic == source:
             found[letter.place] = replace(letter, value=None, headers=())
             if len(found) > LISTED_MAX:
                 found.popitem(last=False)
@@ -161,7 +180,7 @@ def replay(settings: Settings, places: Iterable[Place]) -> list[DeadLetter]:
     try:
         known = _begin(settings, producer, places)
         for letter in known:
-            if letter.source is None:
+            if letter.source is None and not letter.is_in_memory:
                 raise BadInput(f"letter {letter.partition}:{letter.offset}: does not say which topic it came from")
         with _reader(settings) as reading:
             for batch in _batches(_restore_letter(settings, reading, letter) for letter in known):
@@ -236,9 +255,11 @@ def _commit(producer: Producer, letters: list[DeadLetter], produce: Callable[[De
 
 
 def _produce_replay(settings: Settings, producer: Producer, letter: DeadLetter) -> None:
-    """Produce the record to the topic it came from, and its mark."""
-    assert letter.source is not None
-    name, partition, _ = letter.source
+    """Produce the record to the topic it came from, and its mark.
+
+    Its key chooses the partition if it was passed in memory.
+    """
+    name, partition, _ = letter.source or (letter.source_topic or "", PARTITION_BY_KEY, 0)
     where = f"{topic(settings, 'dead')}[{letter.partition}]@{letter.offset}".encode()
     headers = [(header, value) for header, value in letter.headers if header not in OUR_HEADERS]
     producer.produce(name, letter.value, letter.key, partition=partition, headers=[*headers, (REPLAYED_HEADER, where)])
@@ -263,7 +284,13 @@ def _restore_letter(settings: Settings, reading: Consumer, known: DeadLetter) ->
     letter = _kept(settings, reading, known)
     if not letter.omitted:
         return letter
-    assert letter.source is not None
+    if letter.source is None:
+        if OMITTED_VALUE_HEADER in letter.ours or OMITTED_KEY_HEADER in letter.ours:
+            raise PermanentError(
+                f"letter {letter.partition}:{letter.offset}: its record was passed in memory and was too large to be "
+                "kept: upload the blob again"
+            )
+        return letter
     whole = _record_at(reading, *letter.source)
     if whole is None:
         name, partition, offset = letter.source

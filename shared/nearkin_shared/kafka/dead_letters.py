@@ -1,7 +1,7 @@
 """Keep records that cannot be processed in a topic of their own.
 
 A record is copied whole if it fits into a message; otherwise the letter states what was omitted: it is in its original
-topic.
+topic. A message between stages of one process is in no topic of Kafka: its letter is marked so.
 
 Invariant: an unprocessable record is kept, with its origin and reason, and blocks no other.
 """
@@ -28,9 +28,13 @@ MESSAGE_HEADER = "__connect.errors.exception.message"
 OMITTED_VALUE_HEADER = "__nearkin.errors.omitted.value.bytes"
 OMITTED_KEY_HEADER = "__nearkin.errors.omitted.key.bytes"
 OMITTED_HEADERS_HEADER = "__nearkin.errors.omitted.headers"
+IN_MEMORY_HEADER = "__nearkin.errors.in.memory"
+"""Of a record that another stage of the same process passed: partition and offset are those of a topic in memory."""
 CONNECT_HEADERS = (TOPIC_HEADER, PARTITION_HEADER, OFFSET_HEADER, STAGE_HEADER, CLASS_HEADER, MESSAGE_HEADER)
 """As Kafka Connect names them, so that its users' tools read them."""
-OUR_HEADERS = frozenset({*CONNECT_HEADERS, OMITTED_VALUE_HEADER, OMITTED_KEY_HEADER, OMITTED_HEADERS_HEADER})
+OUR_HEADERS = frozenset(
+    {*CONNECT_HEADERS, OMITTED_VALUE_HEADER, OMITTED_KEY_HEADER, OMITTED_HEADERS_HEADER, IN_MEMORY_HEADER}
+)
 MESSAGE_CHARACTERS_MAX = 1000
 HEADERS_BYTES_MAX = 12 * 1024
 """Bound of the record's own headers in its dead letter, bytes."""
@@ -79,9 +83,18 @@ class RejectedRecord(Protocol):
 
 
 def send_dead_letter(
-    settings: Settings, outbox: Sender, record: RejectedRecord, stage: str, err: BaseException
+    settings: Settings,
+    outbox: Sender,
+    record: RejectedRecord,
+    stage: str,
+    err: BaseException,
+    *,
+    is_in_memory: bool = False,
 ) -> None:
-    """Queue the dead letter of a record that `stage` could not process."""
+    """Queue the dead letter of a record that `stage` could not process.
+
+    `is_in_memory`: Kafka has no such record, so its letter must hold all that a replay needs.
+    """
     _log.error("%s[%d] offset %d: dead letter: %s", record.topic, record.partition, record.offset, err)
     metrics.DEAD_LETTERS.labels(stage).inc()
     if isinstance(err, Corrupt):
@@ -104,6 +117,8 @@ def send_dead_letter(
         (CLASS_HEADER, f"{type(err).__module__}.{type(err).__qualname__}".encode()),
         (MESSAGE_HEADER, str(err)[:MESSAGE_CHARACTERS_MAX].encode(errors="replace")),
     ]
+    if is_in_memory:
+        headers.append((IN_MEMORY_HEADER, b"1"))
     if omitted:
         headers.append((OMITTED_HEADERS_HEADER, str(omitted).encode()))
     key, value = record.key, record.value

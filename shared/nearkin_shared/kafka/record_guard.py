@@ -118,9 +118,20 @@ class RecordGuard:
         try:
             self._authenticate(record)
         except NotAuthentic as err:
-            send_dead_letter(self._settings, self._outbox, record, self._stage, err)
+            self._reject(record, err)
             return None
         return self._decode(record)
+
+    def _reject(self, record: Record, err: BaseException) -> None:
+        """Make a record a dead letter.
+
+        One that another stage of this process sent is signed, as Kafka's are: a replay sends it through Kafka.
+        """
+        authenticator = self._outbox.authenticator
+        if record.is_internal and authenticator is not None:
+            mac = authenticator.mac_of(record.topic, record.key, record.value)
+            record = replace(record, all_headers=((MAC_HEADER, mac), *record.all_headers))
+        send_dead_letter(self._settings, self._outbox, record, self._stage, err, is_in_memory=record.is_internal)
 
     def _authenticate(self, record: Record) -> None:
         """Refuse a record that no process of this store has sent. Raises NotAuthentic."""
@@ -133,7 +144,7 @@ class RecordGuard:
         try:
             return decode(record.value, record.label)
         except PermanentError as err:
-            send_dead_letter(self._settings, self._outbox, record, self._stage, err)
+            self._reject(record, err)
             return None
 
     def read_header(self, record: Record) -> UndecodedMessage | None:
@@ -147,7 +158,7 @@ class RecordGuard:
             if found.kind is MessageKind.END:
                 read(found)
         except PermanentError as err:
-            send_dead_letter(self._settings, self._outbox, record, self._stage, err)
+            self._reject(record, err)
             return None
         return found
 
@@ -183,7 +194,7 @@ class RecordGuard:
             f"{record.label}: is of key {envelope.key!r:.80} of tenant {envelope.tenant!r:.80}, "
             f"and blob {blob.blob.hex()} of another one"
         )
-        send_dead_letter(self._settings, self._outbox, record, self._stage, problem)
+        self._reject(record, problem)
         return False
 
     def carry_out(self, record: Record, envelope: Envelope, work: Callable[[], None]) -> bool:
@@ -199,7 +210,7 @@ class RecordGuard:
             except Exception as err:
                 _log.debug("%s", record.label, exc_info=err)
                 tracing.record_failure(trace_of(record), err)
-                send_dead_letter(self._settings, self._outbox, record, self._stage, err)
+                self._reject(record, err)
                 self.fail(envelope, f"{self._stage}: {err}", trace_of(record))
                 return False
             return True

@@ -12,10 +12,12 @@ from confluent_kafka.cimpl import Consumer
 from nearkin_shared.config.loader import load
 from nearkin_shared.config.pipeline_stages import STAGE_TOPICS_OF
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.kafka.clients import Outbox, consumer, create_topics, group, topic
+from nearkin_shared.kafka.clients import Outbox, as_bytes, consumer, create_topics, group, topic
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.dead_letter_replay import drop, list_letters, replay
-from nearkin_shared.kafka.dead_letters import LETTER_BYTES_MAX, send_dead_letter
+from nearkin_shared.kafka.dead_letters import HEADERS_BYTES_MAX, LETTER_BYTES_MAX, send_dead_letter
+from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
+from nearkin_shared.kafka.record_guard import RecordGuard
 from nearkin_shared.kafka.trimmer import Trimmer
 from tests.support.data.samples import noise
 
@@ -124,6 +126,32 @@ def test_record_of_a_letter_without_value_stays(world: World, settle: Any) -> No
     settle(world.settings, [letter.place])
     assert sum(world.trimmer.trim().values()) == 2
     assert world.bounds("frames")[0] == 5
+
+
+def test_letter_of_a_message_in_memory_holds_no_record(world: World) -> None:
+    """Its offset is none of Kafka's: the record there is deleted, and a replay sends what the letter has."""
+    authenticator, full = EnvelopeAuthenticator(b"s" * 32), topic(world.settings, "segments")
+    world.send("segments")
+    outbox = Outbox(world.settings, "test", authenticator)
+    guard = RecordGuard(world.settings, "dedup", outbox, "fresh")
+    headers = (("traceparent", bytes(HEADERS_BYTES_MAX)),)
+    assert guard.decode(Record(full, 0, 3, KEY, b"in memory", {}, headers, is_internal=True)) is None
+    outbox.flush()
+    outbox.close()
+    world.commit("dedup", 6)
+    assert world.trimmer.trim() == {full: 5}
+
+    (letter,) = list_letters(world.settings, source=full)
+    assert (letter.omitted, letter.source) == (True, None)
+    replay(world.settings, [letter.place])
+    reading = consumer(world.settings, "nobody", "test")
+    reading.assign([TopicPartition(full, 0, RECORDS)])
+    message = reading.poll(20)
+    reading.close()
+    assert message is not None
+    assert message.value() == b"in memory"
+    mac = as_bytes(dict(message.headers() or ())[MAC_HEADER])
+    authenticator.check("dedup", full, KEY, b"in memory", mac)
 
 
 def test_letter_behind_an_open_transaction_delays_the_trim(world: World) -> None:

@@ -25,6 +25,8 @@ from nearkin_shared.formats.message import End, Envelope, Frame, Placed, decode,
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted
+from nearkin_shared.kafka.dead_letters import IN_MEMORY_HEADER
+from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
 from nearkin_shared.kafka.outbox_port import StageOutbox
 from nearkin_shared.kafka.relay_handler import StatelessStageHandler
 from nearkin_shared.kafka.stage_chain import ChainLink, chain
@@ -47,6 +49,8 @@ class KafkaFake(Outbox):
     def __init__(self) -> None:
         self.sent: list[tuple[str, bytes]] = []
         self.dead: list[dict[str, bytes | None]] = []
+        self.dead_records: list[tuple[bytes, bytes]] = []
+        """Key and value of each dead letter."""
         self.sent_messages = 0
 
     @property
@@ -61,6 +65,7 @@ class KafkaFake(Outbox):
 
     def send_to(self, full: str, key: Any, value: Any, headers: Any) -> None:
         self.dead.append(dict(headers))
+        self.dead_records.append((key, value))
 
     def flush(self) -> None:
         if self.is_away:
@@ -235,6 +240,34 @@ def test_failure_of_a_later_stage_fails_the_blob(fleet: Fleet, monkeypatch: pyte
     assert dead
     assert {letter["__connect.errors.stage"] for letter in dead} == {b"dedup"}
     assert any(isinstance(one, End) and one.failure and "planted" in one.failure for one in fleet.placed())
+    worker.close()
+
+
+def test_letter_of_a_message_in_memory_can_be_replayed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sign it, since the replay goes through Kafka, and mark that Kafka has no record at its offset."""
+
+    def broken(*_: object) -> None:
+        raise TypeError("a planted fault")
+
+    monkeypatch.setattr("nearkin_dedup.handler.read_segments", broken)
+    monkeypatch.setattr(KafkaFake, "authenticator", EnvelopeAuthenticator(b"s" * 32, required=False))
+    worker = fleet.chained(fleet.links())
+    worker.handle(frames())
+    worker.handle([Record("nearkin.frames", 0, 9, BLOB, b"damaged", {}, ())])
+    worker.drain(0)
+    letters = [
+        (record, headers)
+        for outbox in fleet.outboxes
+        for record, headers in zip(outbox.dead_records, outbox.dead, strict=True)
+    ]
+    in_memory = [(record, headers) for record, headers in letters if IN_MEMORY_HEADER in headers]
+    refusing = EnvelopeAuthenticator(b"s" * 32)
+    for (key, value), headers in in_memory:
+        refusing.check("dedup", "nearkin.segments", key, value, headers[MAC_HEADER])
+    assert in_memory
+    (of_kafka,) = (headers for _, headers in letters if IN_MEMORY_HEADER not in headers)
+    assert of_kafka["__connect.errors.topic"] == b"nearkin.frames"
+    assert MAC_HEADER not in of_kafka, "signed by its sender, or not at all"
     worker.close()
 
 
