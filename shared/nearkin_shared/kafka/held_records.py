@@ -16,7 +16,7 @@ import time
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.kafka.clients import ADMIN_SECONDS_MAX, consumer, group, topic
+from nearkin_shared.kafka.clients import ADMIN_SECONDS_MAX, STAGE_TOPICS, consumer, group, topic
 from nearkin_shared.kafka.dead_letter_replay import Place, letter_of, marked_place
 
 _log = logging.getLogger("nearkin.trim")
@@ -33,6 +33,7 @@ class HeldRecords:
 
     def __init__(self, settings: Settings) -> None:
         self._topic = topic(settings, "dead")
+        self._stage_topics = frozenset(topic(settings, name) for name in STAGE_TOPICS)
         bounds = {"fetch.max.bytes": READ_BYTES_MAX, "queued.max.messages.kbytes": READ_BYTES_MAX // 1024}
         name = group(settings, "lag")
         self._reading = consumer(settings, name, "nearkin-trim", **bounds, **{"enable.partition.eof": True})
@@ -59,9 +60,15 @@ class HeldRecords:
         self._read(set(ends))
         return all(self._following.get(part, 0) >= end for part, end in ends.items())
 
-    def first_of(self, name: str, partition: int) -> int | None:
-        """Return the lowest offset of a partition that a letter points to, or None."""
-        return min((source[2] for source in self._sources.values() if source[:2] == (name, partition)), default=None)
+    def first_of(self, name: str, partition: int, begin: int) -> int | None:
+        """Return the lowest offset from `begin` on that a letter points to, or None.
+
+        `begin`: first offset that the partition has. Letters outlive records that retention deleted.
+        """
+        return min(
+            (source[2] for source in self._sources.values() if source[:2] == (name, partition) and source[2] >= begin),
+            default=None,
+        )
 
     def close(self) -> None:
         """Close the connections."""
@@ -98,7 +105,7 @@ class HeldRecords:
         mark = marked_place(letter)
         if mark is not None:
             self._sources.pop(mark, None)
-        elif letter.omitted and letter.source is not None:
+        elif letter.omitted and letter.source is not None and letter.source[0] in self._stage_topics:
             self._sources[letter.place] = letter.source
             _log.warning(
                 "%s[%d] offset %d is not trimmed: dead letter %d:%d points to it", *letter.source, part, offset

@@ -72,8 +72,12 @@ class Trimmer:
         if not self._held.update():
             _log.info("records are not trimmed yet: dead letters are being replayed, or not all are read")
             return {}
-        targets = map(self._before_held, handled)
-        wanted = [part for part in targets if part.offset > begins[part.topic, part.partition]]
+        wanted = []
+        for part in handled:
+            begin = begins[part.topic, part.partition]
+            target = self._before_held(part, begin)
+            if target.offset > begin:
+                wanted.append(target)
         return self._delete(wanted, begins) if wanted else {}
 
     def close(self) -> None:
@@ -82,9 +86,9 @@ class Trimmer:
             asking.close()
         self._held.close()
 
-    def _before_held(self, part: TopicPartition) -> TopicPartition:
+    def _before_held(self, part: TopicPartition, begin: int) -> TopicPartition:
         """Return the partition with the offset below which records are deleted."""
-        held = self._held.first_of(part.topic, part.partition)
+        held = self._held.first_of(part.topic, part.partition, begin)
         last = part.offset - 1
         return TopicPartition(part.topic, part.partition, last if held is None else min(held, last))
 

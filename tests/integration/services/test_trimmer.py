@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import Consumer
 
 from nearkin_shared.config.loader import load
@@ -126,6 +127,19 @@ def test_record_of_a_letter_without_value_stays(world: World, settle: Any) -> No
     settle(world.settings, [letter.place])
     assert sum(world.trimmer.trim().values()) == 2
     assert world.bounds("frames")[0] == 5
+
+
+def test_letter_of_an_expired_record_holds_none(world: World) -> None:
+    """Trim behind a record that retention deleted before its letter, which can no longer be replayed."""
+    large = noise(LETTER_BYTES_MAX, "large").tobytes()
+    full = topic(world.settings, "frames")
+    world.send("frames", 1, large)
+    world.send("frames", RECORDS)
+    admin = AdminClient({"bootstrap.servers": world.settings.kafka.bootstrap_servers})
+    admin.delete_records([TopicPartition(full, 0, 2)])[TopicPartition(full, 0)].result(20)
+    world.reject("chunker", 0, large)
+    world.commit("chunker", 6)
+    assert world.trimmer.trim() == {full: 3}
 
 
 def test_letter_of_a_message_in_memory_holds_no_record(world: World) -> None:
