@@ -20,7 +20,7 @@ from typing_extensions import Buffer
 
 from nearkin_shared.errors import BadInput, Corrupt
 from nearkin_shared.formats.manifest import CREATED_US_MAX, encode_metadata
-from nearkin_shared.formats.message_batches import read_fresh, read_paired, read_segments
+from nearkin_shared.formats.message_batches import read_fresh, read_paired, read_segments, read_sparse
 from nearkin_shared.formats.message_layout import (
     BLOB_BYTES,
     CHUNKS_MAX,
@@ -31,6 +31,7 @@ from nearkin_shared.formats.message_layout import (
     MAGIC,
     MESSAGE_BYTES_MAX,
     SEGMENTS_MAX,
+    SPARSE_VERSION,
     STAGED,
     STAGED_VERSION,
     VERSION,
@@ -42,6 +43,7 @@ from nearkin_shared.formats.message_layout import (
     join_flags,
     problem_of,
     read_header,
+    split_messages,
 )
 from nearkin_shared.kernels.scatter_copy import gather_new
 from nearkin_shared.limits import MIB, SEGMENT_BYTES_MAX
@@ -66,6 +68,7 @@ __all__ = [
     "Paired",
     "Placed",
     "Segments",
+    "Sparse",
     "StagedFrame",
     "UndecodedMessage",
     "decode",
@@ -75,6 +78,7 @@ __all__ = [
     "is_staged",
     "read",
     "read_header",
+    "split_messages",
 ]
 
 FAILURE_CHARACTERS_MAX = 500
@@ -82,8 +86,13 @@ FAILURE_CHARACTERS_MAX = 500
 DIGEST_BYTES = 32
 STAGED_BYTES_MAX = 64 * MIB
 """Bound of a pack that a worker reads into memory."""
+_VERSIONS = {
+    MessageKind.STAGED: STAGED_VERSION,
+    MessageKind.SPARSE: SPARSE_VERSION,
+    MessageKind.STAGED_SPARSE: SPARSE_VERSION,
+}
 _END = bytes([MessageKind.END])
-_STAGED = bytes([MessageKind.STAGED])
+_STAGED = (bytes([MessageKind.STAGED]), bytes([MessageKind.STAGED_SPARSE]))
 
 
 @frozen
@@ -111,6 +120,8 @@ class StagedFrame:
     size_bytes: int
     blake3: bytes
     """Digest of the slice, 32 bytes."""
+    is_sparse: bool = False
+    """The pack has messages of kind SPARSE, and `envelope.position` counts their bytes, not those of the blob."""
 
 
 @frozen
@@ -124,6 +135,17 @@ class Segments:
 @frozen
 class Fresh:
     """The output of dedup; the payload has fresh chunks only."""
+
+    envelope: Envelope
+    batch: FreshBatch
+
+
+@frozen
+class Sparse:
+    """Segments of a source that asked the index; the payload has the unknown chunks.
+
+    Locations of known segments and chunks are claims: dedup looks all up again.
+    """
 
     envelope: Envelope
     batch: FreshBatch
@@ -172,7 +194,7 @@ class End:
     """Earliest time of another attempt with this origin; None: none was made before `began_us`."""
 
 
-Message = Frame | StagedFrame | Segments | Fresh | Paired | Placed | End
+Message = Frame | StagedFrame | Segments | Sparse | Fresh | Paired | Placed | End
 
 assert len(LEDGER_FIELDS) == 12
 
@@ -186,13 +208,15 @@ def encode(message: Message) -> bytes:
         case Frame():
             kind, payload = MessageKind.FRAME, message.payload.data
         case StagedFrame():
-            kind, payload = MessageKind.STAGED, _staged_payload(message)
+            kind = MessageKind.STAGED_SPARSE if message.is_sparse else MessageKind.STAGED
+            payload = _staged_payload(message)
         case Segments():
             kind, counts, columns = MessageKind.SEGMENTS, _counts(message.batch), _segment_columns(message.batch)
             payload = _chunk_bytes(message.batch, np.flatnonzero(~message.batch.zero))
-        case Fresh():
+        case Fresh() | Sparse():
             fresh = message.batch
-            kind, counts = MessageKind.FRESH, _counts(fresh.batch, len(fresh.fresh))
+            kind = MessageKind.FRESH if isinstance(message, Fresh) else MessageKind.SPARSE
+            counts = _counts(fresh.batch, len(fresh.fresh))
             columns, payload = _fresh_columns(fresh), _chunk_bytes(fresh.batch, fresh.fresh)
         case Paired():
             fresh = message.batch.fresh
@@ -216,7 +240,7 @@ def encode(message: Message) -> bytes:
     if problem is not None or len(envelope.blob) != BLOB_BYTES:
         raise BadInput(f"message: {problem or f'blob id of {len(envelope.blob)} bytes: want {BLOB_BYTES}'}")
     conditional = isinstance(message, End) and message.precondition is not None
-    version = CONDITIONAL_VERSION if conditional else STAGED_VERSION if kind is MessageKind.STAGED else VERSION
+    version = CONDITIONAL_VERSION if conditional else _VERSIONS.get(kind, VERSION)
     header = _header(kind, envelope, counts, len(payload), len(tenant), len(sketch_name), len(key), version)
     written = [np.ascontiguousarray(columns[name], dtype) for name, dtype, _ in COLUMNS[kind]]
     return _join([header, tenant, key, sketch_name, *written, payload])
@@ -297,7 +321,7 @@ def is_end(data: bytes) -> bool:
 
 def is_staged(data: bytes) -> bool:
     """Return whether the data begin as a reference to a pack does: a hint, as `is_end`."""
-    return data[:4] == MAGIC and data[5:6] == _STAGED
+    return data[:4] == MAGIC and data[5:6] in _STAGED
 
 
 def decode(data: bytes, what: str) -> Message:
@@ -310,13 +334,12 @@ def read(message: UndecodedMessage) -> Message:
     envelope = message.envelope
     try:
         match message.kind:
-            case MessageKind.FRAME | MessageKind.STAGED:
-                is_inline = message.kind is MessageKind.FRAME
-                return Frame(envelope, message.payload) if is_inline else _staged(envelope, message.payload)
+            case MessageKind.FRAME | MessageKind.STAGED | MessageKind.STAGED_SPARSE:
+                return _slice(message)
             case MessageKind.SEGMENTS:
                 return Segments(envelope, read_segments([message]).part(0))
-            case MessageKind.FRESH:
-                return Fresh(envelope, read_fresh([message])[0])
+            case MessageKind.SPARSE | MessageKind.FRESH:
+                return _fresh(message)
             case MessageKind.PAIRED:
                 return Paired(envelope, read_paired([message])[0])
             case MessageKind.PLACED:
@@ -379,6 +402,18 @@ def _paired_columns(paired: PairedBatch) -> dict[str, Column]:
     }
 
 
+def _fresh(message: UndecodedMessage) -> Fresh | Sparse:
+    if message.kind is MessageKind.FRESH:
+        return Fresh(message.envelope, read_fresh([message])[0])
+    return Sparse(message.envelope, read_sparse([message]).part(0))
+
+
+def _slice(message: UndecodedMessage) -> Frame | StagedFrame:
+    if message.kind is MessageKind.FRAME:
+        return Frame(message.envelope, message.payload)
+    return _staged(message.envelope, message.payload, is_sparse=message.kind is MessageKind.STAGED_SPARSE)
+
+
 # --- references ------------------------------------------------------------------------------------------------------
 
 
@@ -390,13 +425,13 @@ def _staged_payload(message: StagedFrame) -> bytes:
     return STAGED.pack(message.size_bytes, message.staged_ms, message.began_us, message.origin, message.blake3)
 
 
-def _staged(envelope: Envelope, payload: U8) -> StagedFrame:
+def _staged(envelope: Envelope, payload: U8, *, is_sparse: bool) -> StagedFrame:
     size_bytes, staged_ms, began_us, origin, digest = STAGED.unpack(payload)
     if not 1 <= size_bytes <= STAGED_BYTES_MAX:
         raise ValueError(f"a reference to {size_bytes} bytes: want 1 to {STAGED_BYTES_MAX}")
     _check_bound(began_us, "began_us", CREATED_US_MAX)
     _check_bound(staged_ms, "staged_ms", CREATED_US_MAX // 1000)
-    return StagedFrame(envelope, origin, began_us, staged_ms, size_bytes, digest)
+    return StagedFrame(envelope, origin, began_us, staged_ms, size_bytes, digest, is_sparse)
 
 
 # --- the end of a blob -----------------------------------------------------------------------------------------------

@@ -69,6 +69,38 @@ class JoinedSegments:
         return self.batch.cut(segments, chunks, self.messages[number].payload)
 
 
+@frozen
+class JoinedFresh:
+    """Segments of several messages, with what their sender knew of them.
+
+    Columns as in FreshBatch, rows as in `joined`. `first` int64[n]: rows of the joined batch; `carried` bool[n]: chunks
+    whose bytes are in their message.
+    """
+
+    joined: JoinedSegments
+    segment_known: Bools
+    segment_locations: Locations
+    chunk_known: Bools
+    chunk_locations: Locations
+    first: _I64
+    carried: Bools
+
+    def part(self, number: int) -> FreshBatch:
+        """Return one message's segments, with its payload."""
+        joined = self.joined
+        segments = slice(int(joined.segment_starts[number]), int(joined.segment_starts[number + 1]))
+        chunks = slice(int(joined.chunk_starts[number]), int(joined.chunk_starts[number + 1]))
+        return FreshBatch(
+            batch=joined.part(number),
+            segment_known=self.segment_known[segments],
+            segment_locations=self.segment_locations.take(segments),
+            chunk_known=self.chunk_known[chunks],
+            chunk_locations=self.chunk_locations.take(chunks),
+            first=self.first[chunks] - chunks.start,
+            fresh=np.flatnonzero(self.carried[chunks]),
+        )
+
+
 def read_segments(messages: Sequence[UndecodedMessage]) -> JoinedSegments:
     """Decode one or more messages of kind SEGMENTS. Raises Corrupt."""
     _check_kind(messages, MessageKind.SEGMENTS)
@@ -79,13 +111,22 @@ def read_segments(messages: Sequence[UndecodedMessage]) -> JoinedSegments:
 def read_fresh(messages: Sequence[UndecodedMessage]) -> list[FreshBatch]:
     """Decode one or more messages of kind FRESH. Raises Corrupt."""
     _check_kind(messages, MessageKind.FRESH)
-    return _fresh(messages)
+    return _fresh_parts(messages)
+
+
+def read_sparse(messages: Sequence[UndecodedMessage]) -> JoinedFresh:
+    """Decode one or more messages of kind SPARSE; their claims are not checked.
+
+    Raises: Corrupt.
+    """
+    _check_kind(messages, MessageKind.SPARSE)
+    return _join_fresh(messages)
 
 
 def read_paired(messages: Sequence[UndecodedMessage]) -> list[PairedBatch]:
     """Decode one or more messages of kind PAIRED. Raises Corrupt."""
     _check_kind(messages, MessageKind.PAIRED)
-    fresh = _fresh(messages)
+    fresh = _fresh_parts(messages)
     found, ranks = join_flags(messages, "base_found"), join_column(messages, "base_rank")
     bases = Locations(join_column(messages, "base_containers"), join_column(messages, "base_ordinals"))
     _check_locations(messages, bases.take(np.flatnonzero(found)))
@@ -185,12 +226,16 @@ def _check_locations(messages: Sequence[UndecodedMessage], locations: Locations)
         raise Corrupt(f"{describe_messages(messages)}: names a location that no container has")
 
 
-def _fresh(messages: Sequence[UndecodedMessage]) -> list[FreshBatch]:
+def _fresh_parts(messages: Sequence[UndecodedMessage]) -> list[FreshBatch]:
+    found = _join_fresh(messages)
+    return [found.part(number) for number in range(len(messages))]
+
+
+def _join_fresh(messages: Sequence[UndecodedMessage]) -> JoinedFresh:
     segment_starts, chunk_starts = _starts(messages)
     known = join_flags(messages, "chunk_known")
     message_starts = np.repeat(chunk_starts[:-1], chunk_starts[1:] - chunk_starts[:-1])
-    first = join_column(messages, "first").astype(np.int64)
-    joined_first = first + message_starts
+    joined_first = join_column(messages, "first").astype(np.int64) + message_starts
     own = np.arange(len(known), dtype=np.int64)
     is_first = joined_first == own
     if (
@@ -200,11 +245,12 @@ def _fresh(messages: Sequence[UndecodedMessage]) -> list[FreshBatch]:
     ):
         raise Corrupt(f"{describe_messages(messages)}: a chunk repeats one that is not fresh before it")
     carried = is_first & ~known
-    rows = np.flatnonzero(carried)
-    ends = np.searchsorted(rows, chunk_starts)
     announced = np.array([message.counts.fresh for message in messages])
+    ends = np.searchsorted(np.flatnonzero(carried), chunk_starts)
     if np.any(ends[1:] - ends[:-1] != announced):
-        raise Corrupt(f"{describe_messages(messages)}: {len(rows)} fresh chunks, {int(announced.sum())} announced")
+        raise Corrupt(
+            f"{describe_messages(messages)}: {np.count_nonzero(carried)} fresh chunks, {int(announced.sum())} announced"
+        )
     joined = _join(messages, join_flags(messages, "zero"), carried, segment_starts, chunk_starts)
     segment_known = join_flags(messages, "segment_known")
     segments = Locations(join_column(messages, "segment_containers"), join_column(messages, "segment_ordinals"))
@@ -212,20 +258,4 @@ def _fresh(messages: Sequence[UndecodedMessage]) -> list[FreshBatch]:
     _check_locations(messages, segments.take(np.flatnonzero(segment_known)))
     located = np.flatnonzero(known & (chunks.containers != 0))  # chunks of known segments are known without a location
     _check_locations(messages, chunks.take(located))
-    rows -= message_starts[rows]
-    result = []
-    for number in range(len(messages)):
-        of_segments = slice(int(segment_starts[number]), int(segment_starts[number + 1]))
-        of_chunks = slice(int(chunk_starts[number]), int(chunk_starts[number + 1]))
-        result.append(
-            FreshBatch(
-                batch=joined.part(number),
-                segment_known=segment_known[of_segments],
-                segment_locations=segments.take(of_segments),
-                chunk_known=known[of_chunks],
-                chunk_locations=chunks.take(of_chunks),
-                first=first[of_chunks],
-                fresh=rows[int(ends[number]) : int(ends[number + 1])],
-            )
-        )
-    return result
+    return JoinedFresh(joined, segment_known, segments, known, chunks, joined_first, carried)

@@ -33,7 +33,9 @@ STAGED_VERSION = 3
 """Format of a reference to a pack: a reader without staging must refuse it by its version."""
 STAGED = Struct("<QQQ16s32s")
 """Payload of a reference: bytes and time of the pack, start and origin of the upload, BLAKE3 of the pack."""
-VERSIONS_READ = (1, 2, 3)
+VERSIONS_READ = (1, 2, 3, 4)
+SPARSE_VERSION = 4
+"""Format of segments without the bytes of known chunks, and of references to packs of them."""
 CONDITIONAL_VERSION = 2
 """Format of an end with a precondition: a reader without preconditions must refuse it, not commit regardless."""
 BLOB_BYTES = 16
@@ -63,6 +65,8 @@ class MessageKind(IntEnum):
     PLACED = 5
     END = 6
     STAGED = 7
+    SPARSE = 8
+    STAGED_SPARSE = 9
 
 
 @frozen
@@ -127,6 +131,8 @@ COLUMNS: dict[MessageKind, tuple[tuple[str, str, str], ...]] = {
     MessageKind.PLACED: _PLACED_COLUMNS,
     MessageKind.END: (),
     MessageKind.STAGED: (),
+    MessageKind.SPARSE: _FRESH_COLUMNS,
+    MessageKind.STAGED_SPARSE: (),
 }
 _ITEMS = ("segments", "segments+1", "segments*20", "chunks", "chunks*32", "fresh", "fresh*super_features")
 _KINDS: dict[int, MessageKind] = {int(kind): kind for kind in MessageKind}
@@ -140,6 +146,7 @@ _PAYLOAD_MAX = dict.fromkeys(MessageKind, SEGMENT_BYTES_MAX) | {
     MessageKind.END: END_BYTES_MAX,
     MessageKind.PLACED: LEDGER.size,
     MessageKind.STAGED: STAGED.size,
+    MessageKind.STAGED_SPARSE: STAGED.size,
 }
 
 
@@ -230,11 +237,44 @@ def read_header(data: bytes, what: str) -> UndecodedMessage:
         sketch = data[sketch_at:at].decode()
     except UnicodeDecodeError as err:
         raise Corrupt(f"{what}: names are not UTF-8") from err
-    items = segments, segments + 1, segments * SEGMENT_ID_BYTES, chunks, chunks * NAME_BYTES, fresh, fresh * ranks
+    items = _items(counts)
     starts = list(accumulate([items[which] * width for which, width in _WIDTHS[kind]], initial=at))
     if starts[-1] + payload_bytes != len(data):
         raise Corrupt(f"{what}: {len(data) - starts[-1]} bytes of payload, {payload_bytes} announced: truncated?")
     return UndecodedMessage(kind, Envelope(blob, tenant, key, position, sequence), counts, sketch, data, starts, what)
+
+
+def split_messages(data: memoryview, what: str) -> list[bytes]:
+    """Return the messages that a pack has one after another. Raises Corrupt."""
+    found, start = [], 0
+    while start < len(data):
+        size_bytes = _announced_bytes(data[start:], what)
+        if not 0 < size_bytes <= min(len(data) - start, MESSAGE_BYTES_MAX):
+            raise Corrupt(f"{what}: a message of {size_bytes} bytes at {start} of {len(data)}: truncated?")
+        found.append(bytes(data[start : start + size_bytes]))
+        start += size_bytes
+    return found
+
+
+def _announced_bytes(data: memoryview, what: str) -> int:
+    """Return the size of the message at the start of `data`. Raises Corrupt."""
+    if len(data) < HEADER.size or data[:4] != MAGIC:
+        raise Corrupt(f"{what}: not a Nearkin message ({len(data)} bytes, starts with {bytes(data[:4])!r})")
+    _, _, code, fresh, _, _, _, payload_bytes, segments, chunks, ranks, *names_bytes = HEADER.unpack_from(data)
+    kind = _KINDS.get(code)
+    if kind is None:
+        raise Corrupt(f"{what}: message kind {code} is not known")
+    items = _items(Counts(segments, chunks, fresh, ranks))
+    return int(HEADER.size + sum(names_bytes) + sum(items[at] * width for at, width in _WIDTHS[kind]) + payload_bytes)
+
+
+def _items(counts: Counts) -> tuple[int, ...]:
+    """Return the number of items for each of _ITEMS."""
+    segments, chunks, fresh = counts.segments, counts.chunks, counts.fresh
+    return (
+        *(segments, segments + 1, segments * SEGMENT_ID_BYTES, chunks, chunks * NAME_BYTES),
+        *(fresh, fresh * counts.super_features),
+    )
 
 
 def problem_of(

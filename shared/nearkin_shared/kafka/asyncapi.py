@@ -46,8 +46,14 @@ HEADER_FIELDS = (
     *("chunks", "super_features", "tenant_bytes", "sketch_bytes", "key_bytes"),
 )
 KINDS_OF: dict[str, tuple[MessageKind, ...]] = {
-    "frames": (MessageKind.FRAME, MessageKind.STAGED, MessageKind.END),
-    "segments": (MessageKind.SEGMENTS, MessageKind.END),
+    "frames": (
+        MessageKind.FRAME,
+        MessageKind.STAGED,
+        MessageKind.SPARSE,
+        MessageKind.STAGED_SPARSE,
+        MessageKind.END,
+    ),
+    "segments": (MessageKind.SEGMENTS, MessageKind.SPARSE, MessageKind.END),
     "fresh": (MessageKind.FRESH, MessageKind.END),
     "paired": (MessageKind.PAIRED, MessageKind.END),
     "placed": (MessageKind.PLACED, MessageKind.END),
@@ -63,6 +69,8 @@ _SUMMARY = {
     MessageKind.PLACED: "Durable: where the segments lie, and what they cost.",
     MessageKind.END: "The blob has ended: whole, or with a failure.",
     MessageKind.STAGED: "A reference to a slice of a blob in the object store, at most 64 MiB.",
+    MessageKind.SPARSE: "Cut by a gateway: the bytes of chunks that it did not find, and claims where others lie.",
+    MessageKind.STAGED_SPARSE: "A reference to a pack of sparse messages in the object store, at most 64 MiB.",
 }
 _PAYLOAD = {
     MessageKind.FRAME: "the slice",
@@ -71,6 +79,8 @@ _PAYLOAD = {
     MessageKind.PAIRED: "the fresh chunks, in order",
     MessageKind.PLACED: "the ledger: u64 each",
     MessageKind.END: "JSON",
+    MessageKind.SPARSE: "the chunks that the gateway did not find, in order",
+    MessageKind.STAGED_SPARSE: "as of `staged`, of the pack",
     MessageKind.STAGED: "of the slice u64 bytes and u64 ms, of the upload u64 us (start) and origin (16), BLAKE3 (32)",
 }
 _TOPIC_TEXT = {

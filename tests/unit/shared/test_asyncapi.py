@@ -27,6 +27,7 @@ from nearkin_shared.formats.message import (
     Paired,
     Placed,
     Segments,
+    Sparse,
     StagedFrame,
     encode,
 )
@@ -59,6 +60,8 @@ SAMPLES: dict[MessageKind, Message] = {
     ),
     MessageKind.END: End(BLOB, 1, bytes(16), 10, bytes(32), bytes(32), 3, None, {"host": "db1"}),
     MessageKind.STAGED: StagedFrame(BLOB, bytes(16), 1, 2, 10, bytes(32)),
+    MessageKind.SPARSE: Sparse(BLOB, FRESH),
+    MessageKind.STAGED_SPARSE: StagedFrame(BLOB, bytes(16), 1, 2, 10, bytes(32), True),
 }  # fmt: skip
 
 
@@ -108,7 +111,7 @@ def test_message_is_readable_by_the_document_alone(kind: MessageKind) -> None:
     for field in layout["header"]:
         part = data[field["offset"] : field["offset"] + field["bytes"]]
         header[field["name"]] = part if field["type"] == "bytes" else int.from_bytes(part, "little")
-    version = 3 if kind is MessageKind.STAGED else 1
+    version = {MessageKind.STAGED: 3, MessageKind.SPARSE: 4, MessageKind.STAGED_SPARSE: 4}.get(kind, 1)
     assert (header["magic"], header["version"], header["kind"]) == (b"NKS1", version, int(kind))
     assert (header["blob"], header["position"], header["sequence"]) == (BLOB.blob, BLOB.position, BLOB.sequence)
     at = 64
@@ -152,7 +155,7 @@ def test_header_is_that_of_the_format_page() -> None:
 
 def test_columns_are_in_the_order_of_the_format_page() -> None:
     page = (Path(__file__).parents[3] / "docs/internals/formats/message.md").read_text()
-    rows = re.findall(r"^\| ([a-z_, ]+) \| [^|]*\b(?:u8|u16|u32|u64|bytes), [^|]*\| ([2-5 ]+) \|", page, re.MULTILINE)
+    rows = re.findall(r"^\| ([a-z_, ]+) \| [^|]*\b(?:u8|u16|u32|u64|bytes), [^|]*\| ([2-8 ]+) \|", page, re.MULTILINE)
     for kind, columns in COLUMNS.items():
         documented = [name for names, kinds in rows if str(int(kind)) in kinds.split() for name in names.split(", ")]
         assert documented == [name for name, _, _ in columns], kind
