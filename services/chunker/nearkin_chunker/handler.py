@@ -29,8 +29,20 @@ from nearkin_chunker import BlobRun, ChunkerStage, CutState, FrameRuns
 from nearkin_chunker.cut_state import ENCODED_BYTES, START, decode_state
 from nearkin_shared.config.reduction import NO_RULES
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import ConfigError, NotFound
-from nearkin_shared.formats.message import CHUNKS_MAX, SEGMENTS_MAX, End, Envelope, Frame, Segments, StagedFrame, encode
+from nearkin_shared.errors import ConfigError, Corrupt, NotFound
+from nearkin_shared.formats.message import (
+    CHUNKS_MAX,
+    SEGMENTS_MAX,
+    End,
+    Envelope,
+    Frame,
+    Segments,
+    Sparse,
+    StagedFrame,
+    decode,
+    encode,
+    split_messages,
+)
 from nearkin_shared.kafka.ack_tracker import AckTracker
 from nearkin_shared.kafka.coalesce import CHUNK_BYTES_SENT, FRESH_CHUNK_BYTES_SENT, ROOM_BYTES, SEGMENT_BYTES_SENT
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record
@@ -42,7 +54,7 @@ from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.observability.log_setup import about
 from nearkin_shared.pipeline.stage import LookupResults
 from nearkin_shared.storage.staged_packs import delete_pack, pack_name, read_pack
-from nearkin_shared.types import U8, SegmentBatch
+from nearkin_shared.types import U8, Bools, SegmentBatch
 from nearkin_shared.utils.failpoints import failpoint
 
 _log = logging.getLogger("nearkin.chunker")
@@ -164,7 +176,10 @@ class ChunkerHandler:
             message = self._guard.decode(record)
             if message is None:
                 continue
-            if isinstance(message, Frame | StagedFrame):
+            if isinstance(message, Sparse) or (isinstance(message, StagedFrame) and message.is_sparse):
+                touched.pop(message.envelope.blob, None)
+                self._take_sparse(part, record, message)
+            elif isinstance(message, Frame | StagedFrame):
                 found = self._take(part, record, message)
                 if found is not None:
                     touched[message.envelope.blob] = (part, found, record)
@@ -235,8 +250,31 @@ class ChunkerHandler:
     def _take(self, part: _Partition, record: Record, frame: Frame | StagedFrame) -> _Open | None:
         """Append a frame to its blob; return the blob, or None if nothing is to be done."""
         envelope = frame.envelope
-        if isinstance(frame, StagedFrame):
-            part.packs.append((record.offset, pack_name(frame)))
+        blob = self._blob_of(part, record, frame)
+        if blob is None:
+            return None
+        size_bytes = frame.size_bytes if isinstance(frame, StagedFrame) else len(frame.payload)
+        start, stop = envelope.position, envelope.position + size_bytes
+        if start > blob.end:
+            self._fail(part, blob, f"bytes {blob.end} to {start} are missing; upload it again", trace_of(record))
+            return None
+        if stop <= blob.end:
+            blob.frames.append((record.offset, stop))
+            return blob
+        payload = self._payload(part, record, blob, frame)
+        if payload is not None:
+            blob.frames.append((record.offset, stop))
+            fresh = payload[blob.end - start :]
+            blob.waiting.append(fresh)
+            blob.waiting_bytes += len(fresh)
+            return blob
+        return None
+
+    def _blob_of(self, part: _Partition, record: Record, message: Frame | StagedFrame | Sparse) -> _Open | None:
+        """Return the open blob of a message, or None if nothing is to be done."""
+        envelope = message.envelope
+        if isinstance(message, StagedFrame):
+            part.packs.append((record.offset, pack_name(message)))
         blob = part.open.get(envelope.blob)
         if blob is None:
             state = part.resumed.pop(envelope.blob, None)
@@ -254,22 +292,58 @@ class ChunkerHandler:
         elif not self._guard.belongs(record, envelope, blob.envelope):
             return None
         blob.last_seen = time.monotonic()
-        size_bytes = frame.size_bytes if isinstance(frame, StagedFrame) else len(frame.payload)
-        start, stop = envelope.position, envelope.position + size_bytes
-        if start > blob.end:
-            self._fail(part, blob, f"bytes {blob.end} to {start} are missing; upload it again", trace_of(record))
-            return None
-        if stop <= blob.end:
-            blob.frames.append((record.offset, stop))
-            return blob
-        payload = self._payload(part, record, blob, frame)
-        if payload is not None:
-            blob.frames.append((record.offset, stop))
-            fresh = payload[blob.end - start :]
-            blob.waiting.append(fresh)
-            blob.waiting_bytes += len(fresh)
-            return blob
-        return None
+        return blob
+
+    def _take_sparse(self, part: _Partition, record: Record, message: Sparse | StagedFrame) -> None:
+        """Send segments on that a gateway has cut."""
+        blob = self._blob_of(part, record, message)
+        if blob is None:
+            return
+        if blob.end > blob.position:
+            failure = "frames and sparse segments in one upload; upload it again"
+            self._fail(part, blob, failure, trace_of(record))
+            return
+        values = [record.value]
+        if isinstance(message, StagedFrame):
+            pack = self._payload(part, record, blob, message)
+            if pack is None:
+                return
+            staged = pack
+
+        def send() -> None:
+            if isinstance(message, StagedFrame):
+                values[:] = split_messages(staged.data, pack_name(message))
+            for value in values:
+                self._send_sparse(blob, value, record)
+
+        if not self._guard.carry_out(record, blob.envelope, send):
+            part.open.pop(blob.envelope.blob, None)
+        blob.frames.append((record.offset, blob.position))
+        _forget_sent(blob)
+
+    def _send_sparse(self, blob: _Open, value: bytes, record: Record) -> None:
+        """Send one message on, unless it was sent before. Raises Corrupt, FormatTooNew."""
+        message = decode(value, record.label)
+        one = message.envelope
+        if not isinstance(message, Sparse) or (one.blob, one.tenant, one.key) != (
+            *(blob.envelope.blob, blob.envelope.tenant, blob.envelope.key),
+        ):
+            raise Corrupt(
+                f"{record.label}: its pack has a message that is not a part of blob {blob.envelope.blob.hex()}"
+            )
+        segments = message.batch.batch
+        stop = one.position + segments.logical_bytes
+        if stop <= blob.position:
+            return
+        if (one.position, one.sequence) != (blob.position, blob.sequence):
+            raise Corrupt(
+                f"{record.label}: segment {one.sequence} at byte {one.position}, want segment {blob.sequence} "
+                f"at {blob.position}; upload it again"
+            )
+        headers = headers_of("chunker", "sparse", one, trace_of(record))
+        self._outbox.send("segments", one.blob, value, headers)
+        failpoint("sparse.sent")
+        blob.position, blob.sequence = stop, one.sequence + segments.segments
 
     def _payload(self, part: _Partition, record: Record, blob: _Open, frame: Frame | StagedFrame) -> U8 | None:
         """Return the bytes of a frame, or None after failing its blob. Raises RetryableError."""
@@ -337,8 +411,7 @@ class ChunkerHandler:
         blob.carry = payload[consumed:].copy()  # a view would keep the whole frame in memory
         blob.waiting, blob.waiting_bytes = [], 0
         blob.position, blob.sequence, blob.cut_state = position, sequence, chunked.state
-        while len(blob.frames) > 1 and blob.frames[0][1] <= position:
-            blob.frames.popleft()
+        _forget_sent(blob)
 
     def _fail(
         self,
@@ -354,11 +427,25 @@ class ChunkerHandler:
         part.open.pop(blob.envelope.blob, None)
 
 
+def _forget_sent(blob: _Open) -> None:
+    """Forget the frames that are sent completely, but for the last one."""
+    while len(blob.frames) > 1 and blob.frames[0][1] <= blob.position:
+        blob.frames.popleft()
+
+
 def split_segments(batch: SegmentBatch, super_features: int) -> Iterator[SegmentBatch]:
     """Yield runs of segments that each fit into a message of every later stage."""
+    for start, stop in message_bounds(batch, ~batch.zero, super_features):
+        yield _segments(batch, start, stop)
+
+
+def message_bounds(batch: SegmentBatch, carried: Bools, super_features: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, last + 1) of segments that fit into a message of every later stage.
+
+    `carried` bool[n]: chunks whose bytes are sent.
+    """
     counts = np.diff(batch.chunk_bounds)
-    carried = np.where(batch.zero, 0, batch.lengths).astype(np.int64)
-    sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(carried)])
+    sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.where(carried, batch.lengths, 0), dtype=np.int64)])
     bytes_at = sums[batch.chunk_bounds]
     each = CHUNK_BYTES_SENT + FRESH_CHUNK_BYTES_SENT + 8 * super_features
     cost_at = bytes_at + batch.chunk_bounds.astype(np.int64) * each
@@ -372,7 +459,7 @@ def split_segments(batch: SegmentBatch, super_features: int) -> Iterator[Segment
             start + SEGMENTS_MAX,
         )
         stop = max(stop, start + 1)
-        yield _segments(batch, start, stop)
+        yield start, stop
         start = stop
 
 

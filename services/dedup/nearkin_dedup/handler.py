@@ -9,12 +9,14 @@ from functools import partial
 import numpy as np
 
 from nearkin_dedup import DedupStage
+from nearkin_dedup.sparse_segments import ClaimedLookups, check_complete, check_names
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.formats.message import Envelope, Fresh, UndecodedMessage, encode
-from nearkin_shared.formats.message_batches import JoinedSegments, read_segments
+from nearkin_shared.formats.message import Envelope, Fresh, MessageKind, UndecodedMessage, encode
+from nearkin_shared.formats.message_batches import JoinedSegments, read_segments, read_sparse
+from nearkin_shared.formats.message_layout import describe_messages
 from nearkin_shared.kafka.coalesce import fresh_of_run, runs_of
 from nearkin_shared.kafka.relay_handler import OutgoingMessage, Work
-from nearkin_shared.kafka.tenant_context import TenantContexts
+from nearkin_shared.kafka.tenant_context import TenantContext, TenantContexts
 from nearkin_shared.observability.stage_metrics import count_fresh
 from nearkin_shared.pipeline.stage import run_stage
 from nearkin_shared.types import FreshBatch
@@ -24,18 +26,43 @@ def dedup_work(settings: Settings, lanes: TenantContexts) -> Work:
     """Return the dedup stage's work; a blob's messages are joined into as few as fit."""
 
     def work(tenant: str, messages: Sequence[UndecodedMessage]) -> Sequence[OutgoingMessage | None]:
-        joined = read_segments(messages)
-        counts = np.diff(joined.segment_starts)
-        stage = DedupStage(np.repeat(np.arange(len(messages), dtype=np.uint32), counts))
-        found = run_stage(stage, joined.batch, lanes[tenant].facts)
-        count_fresh(found)
         results: list[OutgoingMessage | None] = [None] * len(messages)
-        for run in runs_of(joined, found, settings.features.super_features):
-            envelope = messages[run.start].envelope
-            results[run.stop - 1] = OutgoingMessage("fresh", envelope, partial(_fresh, envelope, joined, found, run))
+        sparse = [message.kind is MessageKind.SPARSE for message in messages]
+        for numbers in (np.flatnonzero(~np.array(sparse)).tolist(), np.flatnonzero(sparse).tolist()):
+            if not numbers:
+                continue
+            chosen = [messages[number] for number in numbers]
+            joined, found = decide(lanes[tenant], chosen)
+            count_fresh(found)
+            for run in runs_of(joined, found, settings.features.super_features):
+                envelope = chosen[run.start].envelope
+                outgoing = OutgoingMessage("fresh", envelope, partial(_fresh, envelope, joined, found, run))
+                results[numbers[run.stop - 1]] = outgoing
         return results
 
     return work
+
+
+def decide(lane: TenantContext, messages: Sequence[UndecodedMessage]) -> tuple[JoinedSegments, FreshBatch]:
+    """Return the segments of messages of one kind, and which chunks are fresh.
+
+    Raises: Corrupt, PermanentError for sparse segments that lack bytes, RetryableError.
+    """
+    if messages[0].kind is not MessageKind.SPARSE:
+        joined = read_segments(messages)
+        return joined, run_stage(_stage(joined), joined.batch, lane.facts)
+    sparse, what = read_sparse(messages), describe_messages(messages)
+    check_names(sparse, lane.fingerprinter, what)
+    lookups = ClaimedLookups(lane.facts, sparse, lane.containers, lane.collected)
+    found = run_stage(_stage(sparse.joined), sparse.joined.batch, lookups)
+    check_complete(sparse, found, what)
+    return sparse.joined, found
+
+
+def _stage(joined: JoinedSegments) -> DedupStage:
+    """Return the stage that decides each message independently."""
+    counts = np.diff(joined.segment_starts)
+    return DedupStage(np.repeat(np.arange(len(counts), dtype=np.uint32), counts))
 
 
 def _fresh(envelope: Envelope, joined: JoinedSegments, found: FreshBatch, run: slice) -> bytes:

@@ -103,6 +103,15 @@ class PendingDeleteFilter:
         """Return which chunks are pending deletion."""
         return _is_pending(self._watch.record(), chunks)
 
+    def is_expiring(self, chunks: Locations) -> Bools:
+        """Return which chunks were withdrawn longer than half a grace ago.
+
+        They may be deleted while a blob that names them is in flight.
+        """
+        withdrawn_before_us = (time.time() - self.grace_seconds / 2) * 1e6
+        record = self._watch.record()
+        return _is_pending({one: it for one, it in record.items() if it.at_us < withdrawn_before_us}, chunks)
+
     def lost(self, chunks: Locations, source: ContainerSource) -> Bools:
         """Return which chunks are pending deletion or deleted.
 
