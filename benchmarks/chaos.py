@@ -23,13 +23,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000))
     parser.add_argument("--mode", choices=MODES, default="split", help="which stages share a process")
+    parser.add_argument("--edge", action="store_true", help="the gateway deduplicates")
     parser.add_argument("--keep", type=Path, help="work in this folder and leave it there")
     chosen = parser.parse_args()
-    if chosen.keep is not None:
-        report = Chaos(chosen.keep, chosen.seed, chosen.blobs, chosen.kills, print_line, chosen.mode).run()
-    else:
-        with tempfile.TemporaryDirectory(prefix="nearkin-chaos-") as folder:
-            report = Chaos(Path(folder), chosen.seed, chosen.blobs, chosen.kills, print_line, chosen.mode).run()
+    with tempfile.TemporaryDirectory(prefix="nearkin-chaos-") as folder:
+        place = chosen.keep or Path(folder)
+        chaos = Chaos(place, chosen.seed, chosen.blobs, chosen.kills, print_line, chosen.mode, edge=chosen.edge)
+        report = chaos.run()
     print(json.dumps(asdict(report), indent=1))
     sys.exit(1 if report.problems else 0)
 

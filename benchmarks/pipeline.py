@@ -14,6 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ import psutil
 
 from benchmarks.cpu_by_object import CLASSES, Sampled
 from nearkin.lab.corpus_cache import botocore
+from nearkin_shared.config.settings import Settings
 from nearkin_shared.kafka.clients import STAGE_TOPICS
-from tests.support.servers.pipeline import FUSED, SPLIT, Pipeline, Uploader, file_pieces, uploading
+from tests.support.servers.edge_uploader import EdgeUploader
+from tests.support.servers.pipeline import FUSED, SPLIT, Pipeline, Uploader, file_pieces
 from tests.support.servers.servers import Kafka, Redis
 
 MB = 1_000_000
@@ -35,6 +38,7 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=4)
     parser.add_argument("--duplicates", type=int, default=2, help="how often the last one is put again")
     parser.add_argument("--inline", action="store_true", help="send all bytes through Kafka in place of references")
+    parser.add_argument("--edge", action="store_true", help="deduplicate in the uploader, as with gateway.edge")
     parser.add_argument("--split", action="store_true", help="a process for each stage in place of one for all")
     parser.add_argument("--kafka", action="append", default=[], metavar="FIELD=VALUE", help="a setting of [kafka]")
     parser.add_argument("--objects", action="store_true", help="print the shared objects that took the CPU, too")
@@ -44,7 +48,13 @@ def main() -> None:
     files = botocore(chosen.versions)
     with tempfile.TemporaryDirectory(prefix="nearkin-pipeline-") as folder:
         rows = measured(
-            Path(folder), files, chosen.duplicates, changed, SPLIT if chosen.split else FUSED, staged=not chosen.inline
+            Path(folder),
+            files,
+            chosen.duplicates,
+            changed,
+            SPLIT if chosen.split else FUSED,
+            staged=not chosen.inline,
+            edge=chosen.edge,
         )
     print(tables(rows))
     if chosen.objects:
@@ -62,6 +72,7 @@ def measured(
     services: Sequence[str],
     *,
     staged: bool,
+    edge: bool = False,
 ) -> list[dict[str, Any]]:
     """Return one row a kind of put: the first version, new versions, duplicates."""
     kinds = {"first version": files[:1], "new version": files[1:], "duplicate": [files[-1]] * duplicates}
@@ -73,9 +84,9 @@ def measured(
         }
         with (
             Pipeline(folder / "pipeline", config, services=services) as pipeline,
-            uploading(pipeline.settings) as uploader,
+            closing(_client(pipeline.settings, "default", staged=staged, edge=edge)) as uploader,
         ):
-            warm = Uploader(pipeline.settings, "warm")
+            warm = _client(pipeline.settings, "warm", staged=staged, edge=edge)
             for path in (files[0], files[-1], files[-1]):
                 warm.wait(warm.put("b", file_pieces(path), staged=staged), 600)
             warm.close()
@@ -86,6 +97,10 @@ def measured(
                 for name, paths in kinds.items()
                 if len(paths)
             ]
+
+
+def _client(settings: Settings, tenant: str, *, staged: bool, edge: bool) -> Uploader:
+    return EdgeUploader(settings, tenant, staged=staged) if edge else Uploader(settings, tenant)
 
 
 def row_of(

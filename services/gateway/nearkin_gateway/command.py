@@ -18,20 +18,22 @@ from nearkin_shared.errors import BadInput, NearkinError
 from nearkin_shared.observability import log_setup
 
 if TYPE_CHECKING:
+    from nearkin_gateway.backends.source_dedup import ConnectEdge
     from nearkin_gateway.server import EmbeddedFactory
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="TOML file with settings.")
 @click.pass_obj
-def main(embedded: EmbeddedFactory | None, config: Path | None) -> None:
+def main(stages: tuple[EmbeddedFactory, ConnectEdge] | None, config: Path | None) -> None:
     """Run a Nearkin gateway. Settings come from FILE and from NEARKIN_* variables."""
+    embedded, connect_edge = stages if stages is not None else (None, None)
     try:
         from nearkin_gateway.server import serve
 
         settings = load(config)[0]
         log_setup.start(settings, logging.INFO)
-        serve(settings, config, embedded=embedded)
+        serve(settings, config, embedded=embedded, connect_edge=connect_edge)
     except NearkinError as err:
         click.echo(f"nearkin: {err}", err=True)
         sys.exit(2 if isinstance(err, BadInput) else 1)

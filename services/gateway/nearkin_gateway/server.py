@@ -19,6 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nearkin_gateway.app import create_app, with_middleware
+from nearkin_gateway.backends.source_dedup import ConnectEdge
 from nearkin_gateway.http.connection_protocol import bounded_protocol
 from nearkin_gateway.state import Gateway
 from nearkin_shared.config.services import GatewaySettings
@@ -61,10 +62,11 @@ def make_gateway(
     config_file: Path | None = None,
     lock_wait_seconds: float = 0.0,
     embedded: EmbeddedFactory | None = None,
+    connect_edge: ConnectEdge | None = None,
 ) -> Gateway:
     """Return the parts of a gateway; `lock_wait_seconds` is for a local store.
 
-    Raises NearkinError.
+    `connect_edge`: for `gateway.edge`. Raises NearkinError.
     """
     check_address(settings)
     if settings.gateway.ingest == "embedded":
@@ -73,7 +75,7 @@ def make_gateway(
         return embedded(settings, lock_wait_seconds)
     from nearkin_gateway.backends.pipeline_backend import pipeline_gateway
 
-    return pipeline_gateway(settings, config_file)
+    return pipeline_gateway(settings, config_file, connect_edge)
 
 
 class GatewayServer(uvicorn.Server):
@@ -171,6 +173,7 @@ def serve(
     ready: Callable[[str], None] | None = None,
     lock_wait_seconds: float = 0.0,
     embedded: EmbeddedFactory | None = None,
+    connect_edge: ConnectEdge | None = None,
 ) -> None:
     """Serve until a stop is requested; call `ready` with the URL. Raises NearkinError."""
     monitor = Monitor(settings.monitor)
@@ -179,7 +182,7 @@ def serve(
     make_room_for_files(settings.gateway)
     try:
         with log_setup.audit_file(settings):
-            gateway = make_gateway(settings, config_file, lock_wait_seconds, embedded)
+            gateway = make_gateway(settings, config_file, lock_wait_seconds, embedded, connect_edge)
             _run(settings, gateway, ready, monitor)
     finally:
         tracing.stop()

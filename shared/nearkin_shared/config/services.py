@@ -185,6 +185,10 @@ class GatewaySettings:
     """Port to listen on. 0 selects a free port and prints it."""
     ingest: Annotated[str, NameChoice(INGESTS)] = "kafka"
     """`kafka`: in front of the services; `embedded`: a whole store in this process (`nearkin serve`)."""
+    edge: bool = False
+    """With `kafka`: cut uploads here, ask the index, and send only chunks that the store lacks. For stores that receive
+    much known data; takes 0.7 s of CPU per GB here in place of the workers.
+    """
     body_bytes_max: Annotated[int, SizeRange(1, 2048 * GIB)] = 1024 * GIB
     """A larger body is refused with 413."""
     connections_max: Annotated[int, NumberRange(1, 65_536)] = 1024

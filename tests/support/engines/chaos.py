@@ -52,8 +52,11 @@ class Chaos:
         kills: int,
         report_line: Callable[[str], None],
         mode: str = "split",
+        *,
+        edge: bool = False,
     ) -> None:
-        """`mode`: one of MODES, the stages that share a process."""
+        """`mode`: one of MODES, the stages that share a process. `edge`: the gateway deduplicates."""
+        self._edge = edge
         self._before, self._after = MODES[mode]
         self._victims = (*self._before, GATEWAY)
         self._promises = Promises(seed, blobs, free_port())
@@ -108,7 +111,7 @@ class Chaos:
                     "secret_access_key": self._s3.secret_access_key,
                     "allow_http": True,
                 },
-                "gateway": {"port": self._promises.port},
+                "gateway": {"port": self._promises.port, "edge": self._edge},
             },
             services=(*self._before, "maintenance"),
         )

@@ -21,6 +21,7 @@ import pytest
 from uvicorn import Server
 
 from nearkin.embedded.gateway_backend import embedded_gateway
+from nearkin.workers.edge_dedup import connect_edge
 from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.server import make_gateway, make_server
 from nearkin_gateway.state import Gateway
@@ -103,7 +104,7 @@ def running(settings: Settings, **bounds: float) -> Iterator[RunningGateway]:
 
 @contextmanager
 def _running(settings: Settings) -> Iterator[RunningGateway]:
-    gateway = make_gateway(settings, embedded=embedded_gateway)
+    gateway = make_gateway(settings, embedded=embedded_gateway, connect_edge=connect_edge)
     server = make_server(settings, gateway)
     thread = threading.Thread(target=server.run, name="gateway", daemon=True)
     thread.start()

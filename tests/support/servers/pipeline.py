@@ -42,6 +42,7 @@ POLL_SECONDS = 0.05
 
 
 MODULES = {
+    "gateway": "nearkin.workers.gateway",
     "delta": "nearkin.workers.pipeline",
     "pipeline": "nearkin.workers.pipeline",
     "maintenance": "nearkin.workers.maintenance",

@@ -46,7 +46,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 
 {{/* Services by name: the module that runs one, and what waits for it in Kafka (its group is named as it is). */}}
 {{- define "nearkin.services" -}}
-gateway: {module: nearkin_gateway}
+gateway: {module: nearkin.workers.gateway}
 chunker: {module: nearkin_chunker, waits: {chunker: frames}}
 dedup: {module: nearkin_dedup, waits: {dedup: segments}}
 resemblance: {module: nearkin_resemblance, waits: {resemblance: fresh}}

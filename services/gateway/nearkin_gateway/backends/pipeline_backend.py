@@ -16,9 +16,12 @@ from pathlib import Path
 
 from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.auth.tokens import token_file
+from nearkin_gateway.backends.edge_upload import EdgeUpload
 from nearkin_gateway.backends.event_consumer import EventConsumer
-from nearkin_gateway.backends.kafka_ingest import KafkaIngest
+from nearkin_gateway.backends.ingest_backend import UploadRequest
+from nearkin_gateway.backends.kafka_ingest import KafkaIngest, KafkaUpload
 from nearkin_gateway.backends.pack_writer import PackStore
+from nearkin_gateway.backends.source_dedup import ConnectEdge, SourceDedup
 from nearkin_gateway.catalog.pipeline_listing import PipelineListing
 from nearkin_gateway.catalog.version_catalog import VersionCatalog
 from nearkin_gateway.monitoring.pipeline_state import PipelineState
@@ -27,7 +30,8 @@ from nearkin_gateway.state import Gateway, shares_of
 from nearkin_gateway.uploads.resumable_store import Resumable
 from nearkin_gateway.uploads.upload_status import UploadIds, UploadStatuses
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import RetryableError
+from nearkin_shared.errors import ConfigError, RetryableError
+from nearkin_shared.formats.message import Envelope
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.gc_status import GcStatusStore
 from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
@@ -62,8 +66,10 @@ class PipelineIngest(KafkaIngest):
         hot: LiveConfig,
         index: RedisIndex,
         packs: PackStore | None,
+        edge: SourceDedup | None = None,
     ) -> None:
         super().__init__(settings, client_id, authenticator, packs)
+        self._edge = edge
         self._watch, self._hot, self._index = watch, hot, index
         self.state = PipelineState(settings)
         self._sweeper: asyncio.Task[None] | None = None
@@ -77,6 +83,13 @@ class PipelineIngest(KafkaIngest):
             retention_hours = self._settings.kafka.retention_hours
             self._sweeper = asyncio.create_task(self.packs.delete_expired_for_ever(retention_hours))
 
+    async def begin(self, intent: UploadRequest) -> KafkaUpload:
+        """Start an upload; with `gateway.edge` as sparse segments. Raises NearkinError."""
+        upload = await super().begin(intent)
+        if self._edge is None:
+            return upload
+        return EdgeUpload(self, intent, self._edge.open(Envelope(intent.blob, intent.tenant, intent.key)))
+
     async def close(self) -> None:
         """End all."""
         if self._sweeper is not None:
@@ -88,11 +101,13 @@ class PipelineIngest(KafkaIngest):
         await asyncio.to_thread(self._index.close)
 
 
-def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
+def pipeline_gateway(settings: Settings, config_file: Path | None, connect_edge: ConnectEdge | None = None) -> Gateway:
     """Return the parts of a gateway, after waiting for servers that start.
 
-    Raises NearkinError.
+    `connect_edge`: returns the stages for `gateway.edge`. Raises NearkinError.
     """
+    if settings.gateway.edge and connect_edge is None:
+        raise ConfigError('gateway.edge "true": this program has no stages; run `python -m nearkin.workers.gateway`')
     objects, found, index = _connect(settings)
     client_id = f"gateway-{socket.gethostname()}"
     outcomes = UploadStatuses(limits.UPLOAD_STATUS_BYTES)
@@ -102,7 +117,8 @@ def pipeline_gateway(settings: Settings, config_file: Path | None) -> Gateway:
     packs = None  # plaintext of an encrypted store does not belong in its object store
     if settings.storage.encryption == "none":
         packs = PackStore(objects.inner, int(settings.pipeline.inline_bytes))
-    ingest = PipelineIngest(settings, client_id, authenticator, watch, hot, index, packs)
+    edge = connect_edge(settings, found, index) if settings.gateway.edge and connect_edge is not None else None
+    ingest = PipelineIngest(settings, client_id, authenticator, watch, hot, index, packs, edge)
 
     async def publish(message: bytes) -> None:
         await ingest.publish("config", CONFIG_KEY, message)
