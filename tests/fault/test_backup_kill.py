@@ -203,13 +203,15 @@ def test_checkpoint_shorter_than_the_one_before_hides_nothing(tmp_path: Path, mo
     _check_stored(source, tmp_path / "store", tmp_path / "target")
 
 
-def _interrupting_at(name: bytes) -> Callable[[TreeBackup, bytes, bytes, bytes, int], None]:
+def _interrupting_at(name: bytes) -> Callable[[TreeBackup, bytes, bytes, bytes, int, FoundEntry | None], None]:
     original = TreeBackup._read_open_file
 
-    def read(self: TreeBackup, folder: bytes, found: bytes, path: bytes, descriptor: int) -> None:
+    def read(
+        self: TreeBackup, folder: bytes, found: bytes, path: bytes, descriptor: int, entry: FoundEntry | None
+    ) -> None:
         if found == name:
             raise KeyboardInterrupt
-        original(self, folder, found, path, descriptor)
+        original(self, folder, found, path, descriptor, entry)
 
     return read
 

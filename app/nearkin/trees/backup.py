@@ -16,14 +16,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blake3 import blake3
+
 from nearkin.trees.attributes import KINDS, data_extents, descriptor_path, read_xattrs
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, BackupWalk
 from nearkin.trees.checkpoint_schedule import CheckpointSchedule
+from nearkin.trees.file_content import (
+    PARTIAL_BYTES_MIN,
+    Extents,
+    FileProgress,
+    PartialFile,
+    partial_file,
+    stored_hasher,
+    truncated,
+)
 from nearkin.trees.parent_tree import FoundEntry, OrderedEntries, ParentTree, ReusedContent, parent_entries
 from nearkin.trees.tree_sinks import StoreSink, TreeSink
 from nearkin.trees.tree_writer import TreeWriter
 from nearkin.trees.walker import ListedFolder
 from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEntry, sort_key
+from nearkin_shared.kernels.content_hasher import ContentHasher
 
 if TYPE_CHECKING:
     from nearkin.embedded.blob_transfer import BlobTransfer
@@ -120,7 +132,7 @@ class TreeBackup(BackupWalk):
                 if found is not None and is_unchanged(status, found.placed.entry):
                     self._reuse(listed, name, status, found)
                 else:
-                    self._read_file(listed, name, status)
+                    self._read_file(listed, name, found)
                     self._checkpoint_if_due()
             else:
                 self._add_other(listed, name, status, found)
@@ -165,7 +177,7 @@ class TreeBackup(BackupWalk):
         self.counts.others += 1
         return True
 
-    def _read_file(self, listed: ListedFolder, name: bytes, status: os.stat_result) -> None:
+    def _read_file(self, listed: ListedFolder, name: bytes, found: FoundEntry | None) -> None:
         self._reused.flush()
         self.counts.is_unchanged = False
         path = os.path.join(listed.file_path, name)
@@ -176,37 +188,23 @@ class TreeBackup(BackupWalk):
             self.report_problem(path, (err.strerror or "cannot be opened").lower())
             return
         try:
-            self._read_open_file(listed.path, name, path, descriptor)
+            self._read_open_file(listed.path, name, path, descriptor, found)
         except OSError as err:
             self.report_problem(path, (err.strerror or "cannot be read").lower())
         finally:
             os.close(descriptor)
 
-    def _read_open_file(self, folder: bytes, name: bytes, path: bytes, descriptor: int) -> None:
+    def _read_open_file(
+        self, folder: bytes, name: bytes, path: bytes, descriptor: int, found: FoundEntry | None
+    ) -> None:
         before = os.fstat(descriptor)
         if not stat.S_ISREG(before.st_mode):
             self.report_problem(path, "was replaced while the tree was read")
             return
+        recent = EntryFlag.RECENT if time.time_ns() - before.st_ctime_ns < RECENT_NS else 0
         extents = data_extents(descriptor, before)
         xattrs, lost = self._read_xattrs(descriptor, path), self._take_lost()
         stretches = extents if extents is not None else ((0, before.st_size),) if before.st_size else ()
-        written, digest, failure = self._tree.read_content(descriptor, stretches)
-        # Bytes are in the tree now: whatever happens, an entry with these bytes must follow.
-        after = before
-        try:
-            after = os.fstat(descriptor)
-        except OSError as err:
-            failure = failure or err
-        is_short = written < sum(length for _, length in stretches)  # cut, or an error
-        flags = self._file_flags(path, before, after, failure, is_short=is_short) | lost
-        size = before.st_size
-        if is_short:
-            extents, size = _truncated(stretches, written, has_holes=extents is not None)
-            if failure is None:
-                self.report_change(path, f"shrank to {size:,} bytes while it was read")
-                flags |= EntryFlag.CHANGED
-        self.counts.read_bytes += written
-        self.counts.files += 1
         entry = TreeEntry(
             folder,
             name,
@@ -217,16 +215,68 @@ class TreeBackup(BackupWalk):
             before.st_mtime_ns,
             _bounded(before.st_ctime_ns),
             before.st_ino,
-            size,
-            flags,
-            digest,
+            before.st_size,
+            recent | lost,
+            b"",
             b"",
             xattrs,
             extents,
         )
+        written, digest, failure = self._read_content(entry, descriptor, before, stretches, found)
+        # Bytes are in the tree now: whatever happens, an entry with these bytes must follow.
+        after = before
+        try:
+            after = os.fstat(descriptor)
+        except OSError as err:
+            failure = failure or err
+        is_short = written < sum(length for _, length in stretches)  # cut, or an error
+        flags = entry.flags | self._file_flags(path, before, after, failure, is_short=is_short)
+        if is_short:
+            kept = truncated(stretches, written)
+            size = sum(kept[-1]) if kept else 0
+            if failure is None:
+                self.report_change(path, f"shrank to {size:,} bytes while it was read")
+                flags |= EntryFlag.CHANGED
+            entry = entry._replace(size=size, extents=None if extents is None else kept)
+        self.counts.files += 1
+        entry = entry._replace(flags=flags, digest=digest)
         self._tree.add(entry)
         if before.st_nlink > 1:
             self._links[before.st_dev, before.st_ino] = entry.path
+
+    def _read_content(
+        self,
+        entry: TreeEntry,
+        descriptor: int,
+        status: os.stat_result,
+        stretches: Extents,
+        found: FoundEntry | None,
+    ) -> tuple[int, bytes, OSError | None]:
+        """Write the content of a file, behind the bytes that a checkpoint has of it.
+
+        Returns as `TreeWriter.read_content`.
+        """
+        if self._checkpoint is None or entry.content_bytes < PARTIAL_BYTES_MIN:
+            return self._tree.read_content(descriptor, stretches, FileProgress(blake3(), 0, self._count_read))
+        hasher = None
+        if found is not None and self._comparison.is_continued(status, found.placed.entry):
+            hasher = stored_hasher(found, stretches)
+            if hasher is not None:
+                self._reused.add(found)
+                self._reused.flush()
+        return self._read_in_parts(entry, descriptor, stretches, hasher or ContentHasher())
+
+    def _read_in_parts(
+        self, entry: TreeEntry, descriptor: int, stretches: Extents, hasher: ContentHasher
+    ) -> tuple[int, bytes, OSError | None]:
+        def end_piece(size_bytes: int) -> None:
+            self._count_read(size_bytes)
+            self._checkpoint_if_due(lambda: partial_file(entry, stretches, hasher))
+
+        return self._tree.read_content(descriptor, stretches, FileProgress(hasher, hasher.size_bytes, end_piece))
+
+    def _count_read(self, size_bytes: int) -> None:
+        self.counts.read_bytes += size_bytes
 
     def _file_flags(
         self,
@@ -249,8 +299,6 @@ class TreeBackup(BackupWalk):
         ):
             self.report_change(path, "changed while it was read")
             flags |= EntryFlag.CHANGED
-        if time.time_ns() - before.st_ctime_ns < RECENT_NS:
-            flags |= EntryFlag.RECENT
         return flags
 
     # --- everything else ---------------------------------------------------------------------------------------------
@@ -345,42 +393,34 @@ class TreeBackup(BackupWalk):
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _checkpoint_if_due(self) -> None:
+    def _checkpoint_if_due(self, partial: Callable[[], PartialFile] | None = None) -> None:
+        """Make a checkpoint if it is due.
+
+        `partial` returns the start of the file that is being read.
+        """
         if self._checkpoint is None:
             return
         schedule, tree, read_bytes = self._schedule, self._tree, self.counts.read_bytes
         if schedule.is_due(read_bytes, tree.group_bytes):
             self._reused.flush()
             key, metadata = self._checkpoint
-            schedule.record(read_bytes, tree.checkpoint(key, {**metadata, **self._checkpoint_fields()}, self._unread))
-        while (done := schedule.checkpoint_to_await(read_bytes, tree.group_bytes)) is not None:
-            tree.wait_for(done)
+            fields = {**metadata, **self._checkpoint_fields()}
+            done = tree.checkpoint(key, fields, self._unread, None if partial is None else partial())
+            schedule.record(read_bytes, done)
+        while (awaited := schedule.checkpoint_to_await(read_bytes, tree.group_bytes)) is not None:
+            tree.wait_for(awaited)
 
     def _checkpoint_fields(self) -> dict[str, str]:
         fields = {READ_BYTES_FIELD: str(self._schedule.done_bytes(self.counts.read_bytes))}
         ahead = self._found.next_entry  # of a parent that the walk has not passed
-        if ahead is not None and READ_BYTES_FIELD in ahead.parent.manifest.metadata:
+        if ahead is not None and ahead.parent.is_checkpoint:
             fields[FURTHER_FIELD] = str(ahead.parent.manifest.version)
         return fields
 
 
 def _earlier_bytes(parent: ParentTree) -> int:
     """Return the bytes that were read for a checkpoint; 0 of a complete version."""
-    return int(parent.manifest.metadata.get(READ_BYTES_FIELD, 0))
-
-
-def _truncated(
-    stretches: Sequence[tuple[int, int]], written: int, *, has_holes: bool
-) -> tuple[tuple[tuple[int, int], ...] | None, int]:
-    """Return the extents of the first `written` bytes of data, and where they end."""
-    kept, size = [], 0
-    for offset, length in stretches:
-        if written <= 0:
-            break
-        kept.append((offset, min(length, written)))
-        written -= kept[-1][1]
-        size = sum(kept[-1])
-    return (tuple(kept) if has_holes else None), size
+    return int(parent.manifest.metadata.get(READ_BYTES_FIELD, 0)) if parent.is_checkpoint else 0
 
 
 def _bounded(nanoseconds: int) -> int:

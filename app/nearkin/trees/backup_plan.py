@@ -61,8 +61,9 @@ class BackupPlan(BackupWalk):
             key = sort_key(listed.path)
             for name, status in listed.entries:
                 placed = entries.find(key, name)
-                matched += (placed if present is entries else present.find(key, name)) is not None
-                self._add(listed, name, status, None if placed is None else placed.entry)
+                is_present = (placed if present is entries else present.find(key, name)) is not None
+                matched += is_present
+                self._add(listed, name, status, None if placed is None else placed.entry, is_present=is_present)
         self.counts.removed = (0 if newest is None else newest.summary.entries) - matched
         self.counts.is_unchanged = False
         return self.counts
@@ -74,7 +75,13 @@ class BackupPlan(BackupWalk):
                 return
             add(sum(status.st_size for _, status in listed.entries if stat.S_ISREG(status.st_mode)))
 
-    def _add(self, listed: ListedFolder, name: bytes, status: os.stat_result, found: TreeEntry | None) -> None:
+    def _add(
+        self, listed: ListedFolder, name: bytes, status: os.stat_result, found: TreeEntry | None, *, is_present: bool
+    ) -> None:
+        """Count an entry.
+
+        `found`: the entry to take over. `is_present`: whether the newest tree has one.
+        """
         path = os.path.join(listed.file_path, name)
         kind = KINDS.get(stat.S_IFMT(status.st_mode))
         if kind is None:
@@ -91,11 +98,15 @@ class BackupPlan(BackupWalk):
             self.report_problem(path, "permission denied")
         else:
             self.counts.files += 1
-            self.counts.read_bytes += status.st_size
-            if found is None:
-                self.counts.new_files += 1
-            else:
+            stored_bytes = 0
+            if found is not None and self._comparison.is_continued(status, found):
+                stored_bytes = found.content_bytes  # of a checkpoint that ends inside the file
+            self.counts.reused_bytes += stored_bytes
+            self.counts.read_bytes += status.st_size - stored_bytes
+            if is_present:
                 self.counts.changed_files += 1
+            else:
+                self.counts.new_files += 1
 
     def _is_further_link(self, status: os.stat_result) -> bool:
         if status.st_nlink == 1:

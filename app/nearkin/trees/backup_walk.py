@@ -16,7 +16,7 @@ import msgspec
 
 from nearkin.trees.exclusions import ExclusionOptions, Exclusions
 from nearkin.trees.walker import TreeWalker, tree_paths
-from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry
+from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEntry
 
 PROBLEMS_MAX = 10_000
 """Problems that are kept with their paths; all are counted."""
@@ -32,11 +32,17 @@ class ComparisonOptions(NamedTuple):
 
     def is_unchanged(self, status: os.stat_result, entry: TreeEntry) -> bool:
         """Return whether a backup takes over the content of a file from an entry of its parent."""
+        return not entry.flags and self._has_status(status, entry)
+
+    def is_continued(self, status: os.stat_result, entry: TreeEntry) -> bool:
+        """Return whether a backup may continue the start of a file that a checkpoint has."""
+        return entry.flags == EntryFlag.INCOMPLETE and self._has_status(status, entry)
+
+    def _has_status(self, status: os.stat_result, entry: TreeEntry) -> bool:
         return (
             entry.kind == EntryKind.FILE
             and entry.size == status.st_size
             and entry.mtime_ns == status.st_mtime_ns
-            and not entry.flags
             and (entry.ctime_ns == status.st_ctime_ns or self.ignore_ctime)
             and (entry.inode == status.st_ino or self.ignore_inode)
             and not self.force_rescan

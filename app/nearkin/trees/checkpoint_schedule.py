@@ -6,7 +6,7 @@
 A checkpoint is two objects and their syncs, and a wait leaves a core idle: both are rare enough once the distance is
 a share of what was read. Bytes are those that were read, by this run and by the killed ones that it continues.
 
-Invariant: once the first checkpoint is due, at most two distances are read and not durable, and the file in progress.
+Invariant: once the first checkpoint is due, at most two distances are read and not durable, and a piece of a file.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from nearkin_shared.storage.container_graph import reachable_containers
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.types import ContainerId
+from nearkin_shared.validation import RESERVED_PREFIX
 
 EntryKey = tuple[bytes, bytes]
 """`sort_key` of the folder, and the name."""
@@ -39,6 +40,11 @@ class ParentTree(NamedTuple):
     reader: TreeReader
     manifest: Manifest
     read_range: ReadRange
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is an unfinished version."""
+        return self.manifest.key.startswith(RESERVED_PREFIX)
 
 
 class FoundEntry(NamedTuple):
@@ -73,7 +79,7 @@ class OrderedEntries(Generic[EntryT]):
 
     @property
     def next_entry(self) -> EntryT | None:
-        """The first entry whose key is not below the last one that was looked up; None at the end."""
+        """The first entry whose key is above the last one that was looked up; None at the end."""
         return None if self._next is None else self._next[1]
 
     def find(self, folder_key: bytes, name: bytes) -> EntryT | None:
@@ -83,7 +89,8 @@ class OrderedEntries(Generic[EntryT]):
             self._next = next(self._stream, None)
         if self._next is None or self._next[0] != key:
             return None
-        return self._next[1]
+        found, self._next = self._next[1], next(self._stream, None)
+        return found
 
 
 def keyed_entries(reader: TreeReader, first: EntryKey | None = None) -> Iterator[tuple[EntryKey, PlacedEntry]]:

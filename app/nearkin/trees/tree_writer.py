@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from backports.zstd import compress, decompress
-from blake3 import blake3
 
+from nearkin.trees.file_content import FileProgress, PartialFile, new_progress, remaining
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryKind, TreeEntry, encode_group
 from nearkin_shared.formats.tree_layout import GroupInfo, TreeSummary, encode_end, group_digest, tree_digest
 
@@ -33,6 +33,8 @@ CHUNK_BYTES_MIN = 2048
 """Smaller files share a chunk with their neighbours: an entry of the index for each would cost more than it saves."""
 SEGMENT_FILE_BYTES_MIN = 256 * 1024
 """Larger files have segments of their own, which later versions take over even if other files change."""
+PIECE_BYTES_MAX = 1 << 20
+"""Read at once: a quarter of the shortest distance between checkpoints, and little enough to be hashed in the cache."""
 GROUP_ROWS_MIN, GROUP_ROWS_MAX = 64, 2048
 GROUP_EXTRAS_BYTES_MAX = 8 << 20
 """A group ends after so many bytes of attributes and extents, which an imported archive may have for each entry."""
@@ -122,10 +124,7 @@ class TreeWriter:
             counts["size_bytes"] += entry.size
         elif entry.kind == EntryKind.FOLDER:
             counts["folders"] += 1
-        if entry.uid not in self._users:
-            self._users[entry.uid] = self._names.user(entry.uid)
-        if entry.gid not in self._owner_groups:
-            self._owner_groups[entry.gid] = self._names.group(entry.gid)
+        self._add_owner(entry)
         if entry.xattrs or entry.extents:
             self._extras_bytes += sum(len(name) + len(value) for name, value in entry.xattrs)
             self._extras_bytes += EXTENT_BYTES * len(entry.extents or ())
@@ -135,16 +134,29 @@ class TreeWriter:
         if rows >= GROUP_ROWS_MIN and (not zlib.crc32(entry.name) & GROUP_ROWS_MASK or rows >= GROUP_ROWS_MAX):
             self._end_group()
 
-    def read_content(self, descriptor: int, extents: tuple[tuple[int, int], ...]) -> tuple[int, bytes, OSError | None]:
-        """Write extents of a file; return (bytes written, digest, error that ended it early)."""
-        total = sum(length for _, length in extents)
-        self._borders.begin(total)
-        hasher, written, failure = blake3(), 0, None
+    def _add_owner(self, entry: TreeEntry) -> None:
+        if entry.uid not in self._users:
+            self._users[entry.uid] = self._names.user(entry.uid)
+        if entry.gid not in self._owner_groups:
+            self._owner_groups[entry.gid] = self._names.group(entry.gid)
+
+    def read_content(
+        self, descriptor: int, extents: tuple[tuple[int, int], ...], progress: FileProgress | None = None
+    ) -> tuple[int, bytes, OSError | None]:
+        """Write extents of a file.
+
+        Returns (bytes that the tree has of it, digest, error that ended it early).
+
+        With `progress` behind the bytes that the tree has already.
+        """
+        hasher, written, on_piece = progress or new_progress()
+        self._borders.begin(sum(length for _, length in extents))
+        failure = None
         sink = self._sink
-        for position, length in extents:
+        for position, length in remaining(extents, written):
             left = length
             while left:
-                window = sink.window()[:left]
+                window = sink.window()[: min(left, PIECE_BYTES_MAX)]
                 try:
                     count = os.preadv(descriptor, [window], position + length - left)
                 except OSError as err:
@@ -156,6 +168,7 @@ class TreeWriter:
                 sink.advance(count)
                 left -= count
                 written += count
+                on_piece(count)
             if left:
                 break  # cut short, or an error: the next extent would have a wrong offset
         self._borders.end(written)
@@ -172,17 +185,44 @@ class TreeWriter:
         self._sink.splice(segments, lengths)
         self._borders = FileBorders(self._sink)
 
-    def checkpoint(self, key: str, metadata: dict[str, str], unread: int) -> Future[PutResult]:
+    def checkpoint(
+        self, key: str, metadata: dict[str, str], unread: int, partial: PartialFile | None = None
+    ) -> Future[PutResult]:
         """Commit what there is so far as a version of `key`; the tree goes on.
 
-        The root has been added. The result is resolved once the version is durable.
+        The root has been added. `partial`: the file whose content is being written. The result is resolved once the
+        version is durable.
         """
-        if self._rows:
-            self._end_group()
-        end = self._end(unread)
-        done = self._sink.checkpoint(key, metadata, chain(self._plain_blocks(), [end]), tree_digest(end))
+        if partial is not None:
+            groups, blocks, summary = self._with_partial(partial, unread)
+        else:
+            if self._rows:
+                self._end_group()
+            groups, blocks, summary = self._groups, self._plain_blocks(), self._summary_of(unread)
+        end = self._end(groups, summary)
+        done = self._sink.checkpoint(key, metadata, chain(blocks, [end]), tree_digest(end))
         self._borders = FileBorders(self._sink)
         return done
+
+    def _with_partial(self, partial: PartialFile, unread: int) -> tuple[list[GroupInfo], Iterator[bytes], TreeSummary]:
+        """Return groups, their bytes and the summary with the file in progress as last entry.
+
+        The group in progress goes on behind it.
+        """
+        self._add_owner(partial.entry)
+        block, group = _encode([*self._rows, partial.entry])
+        summary = self._summary_of(unread)
+        return (
+            [*self._groups, group],
+            chain(self._plain_blocks(), [block]),
+            msgspec.structs.replace(
+                summary,
+                entries=summary.entries + 1,
+                files=summary.files + 1,
+                size_bytes=summary.size_bytes + partial.entry.size,
+                hash_state=partial.hash_state,
+            ),
+        )
 
     def wait_for(self, done: Future[PutResult]) -> None:
         """Wait until a checkpoint is durable. Raises what went wrong."""
@@ -195,7 +235,7 @@ class TreeWriter:
         """
         if self._rows:
             self._end_group()
-        end = self._end(unread)
+        end = self._end(self._groups, self._summary_of(unread))
         self._sink.end_chunk(ends_segment=True)
         for block in self._plain_blocks():
             self._sink.write(block)
@@ -203,15 +243,15 @@ class TreeWriter:
         self._sink.write(end)
         return tree_digest(end)
 
-    def _end(self, unread: int) -> bytes:
+    def _end(self, groups: list[GroupInfo], summary: TreeSummary) -> bytes:
         """Return index and footer.
 
         All contents are written: a tree whose entries and contents differ in size is never committed.
         """
-        content_bytes = sum([group.content_bytes for group in self._groups])
+        content_bytes = sum([group.content_bytes for group in groups])
         if content_bytes != self._sink.size_bytes:
             raise AssertionError(f"entries of {content_bytes} bytes, {self._sink.size_bytes} were written")
-        return encode_end(self._summary_of(unread), self._groups)
+        return encode_end(summary, groups)
 
     def _summary_of(self, unread: int) -> TreeSummary:
         owners = {"users": _sorted(self._users), "groups": _sorted(self._owner_groups)}
@@ -222,14 +262,17 @@ class TreeWriter:
 
     def _end_group(self) -> None:
         rows, self._rows, self._extras_bytes = self._rows, [], 0
-        block = encode_group(rows)
-        content_bytes = sum([row.content_bytes for row in rows])
-        first = rows[0]
-        self._groups.append(
-            GroupInfo(first.folder, first.name, len(rows), len(block), content_bytes, group_digest(block))
-        )
+        block, group = _encode(rows)
+        self._groups.append(group)
         self._blocks.append(compress(block, 1))
         self._group_bytes += len(block)
+
+
+def _encode(rows: list[TreeEntry]) -> tuple[bytes, GroupInfo]:
+    """Return a group as bytes, and its row of the index."""
+    block, first = encode_group(rows), rows[0]
+    content_bytes = sum([row.content_bytes for row in rows])
+    return block, GroupInfo(first.folder, first.name, len(rows), len(block), content_bytes, group_digest(block))
 
 
 def _sorted(names: dict[int, str]) -> dict[int, str]:

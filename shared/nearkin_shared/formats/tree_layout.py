@@ -72,6 +72,9 @@ class TreeSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Entries that could not be read, and files that changed while they were read."""
     partial: tuple[bytes, ...] | msgspec.UnsetType = msgspec.UNSET
     """Folders of the tree of which something was left out, ascending; unset if they are too many, or not known."""
+    hash_state: bytes | msgspec.UnsetType = msgspec.UNSET
+    """Of a checkpoint that ends inside a file: the state of the hasher after the bytes of its last entry, for the next
+    backup (`nearkin_shared.kernels.reference.content_hasher_reference`)."""
 
 
 class TreeFooter(NamedTuple):

@@ -63,7 +63,10 @@ def use_vectors(widest: int) -> int:
 
 
 class ContentHasher:
-    """BLAKE3 of a stream of bytes, with a state that can be stored. Not to be shared between threads."""
+    """BLAKE3 of a stream of bytes, with a state that can be stored.
+
+    Not to be shared between threads.
+    """
 
     def __init__(self, state: bytes | None = None) -> None:
         """Begin, or continue from a stored state. Raises BadInput for bytes that are no state."""
@@ -125,7 +128,10 @@ def _merged(left: Words, right: Words, flags: int) -> Words:
 
 
 def _chunk_values(data: bytes, first: int) -> Words:
-    """Return the chaining values, uint32[n, 8], of n whole chunks; `first` is the number of the first one."""
+    """Return the chaining values, uint32[n, 8], of n whole chunks.
+
+    `first`: the number of the first one in the stream.
+    """
     count = len(data) // CHUNK_BYTES
     blocks = _words(data).reshape(count, CHUNK_BYTES // BLOCK_BYTES, 16).transpose(1, 2, 0)
     numbers = np.arange(first, first + count, dtype=np.uint64)
@@ -137,7 +143,10 @@ def _chunk_values(data: bytes, first: int) -> Words:
 
 
 def _compress(value: Words, block: Words, counter: int | NDArray[np.uint64], size: int, flags: int) -> Words:
-    """Return the chaining values, uint32[8] or uint32[8, n], after a block, uint32[16] or uint32[16, n]."""
+    """Return the chaining values after a block.
+
+    uint32[8] for a block uint32[16], uint32[8, n] for uint32[16, n].
+    """
     numbers = np.asarray(counter, np.uint64)
     v = np.zeros(block.shape, np.uint32)
     v[:8], v[8:12] = value, _IV[:4].reshape(4, *[1] * (block.ndim - 1))
