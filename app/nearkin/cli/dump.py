@@ -68,7 +68,7 @@ def write_tree_file(
     from nearkin.cli.output_file import OutputFile
     from nearkin.cli.progress import bytes_bar
     from nearkin.cli.tree_location import open_tree
-    from nearkin.trees.tar_writer import read_file
+    from nearkin.trees.stored_content import read_file
     from nearkin_shared.validation import write_pieces
 
     tree = open_tree(store, found)

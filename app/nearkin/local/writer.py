@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +30,7 @@ from nearkin_shared.results import PutResult
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.signals import interrupts_wait
 from nearkin_shared.validation import Progress, check_metadata, check_user_key
 
@@ -43,7 +43,7 @@ TREE_CACHE_BYTES = 32 * MIB
 """Bound of decoded blocks cached while a tree is put: a backup of a machine should take at most 300 MB."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class WriterParts:
     """The parts of an open store that puts use."""
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import BinaryIO
 
-from nearkin.trees.tar_writer import read_file
+from nearkin.trees.stored_content import read_file
 from nearkin_shared.errors import BadInput
 from nearkin_shared.formats.tree_entry_group import EntryKind
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader

@@ -128,6 +128,8 @@ class _Open:
 
 @dataclass(slots=True)
 class _Partition:
+    """Open blobs of one partition, and the packs that it needs."""
+
     resumed: dict[bytes, _Resumed]
     open: dict[bytes, _Open] = field(default_factory=dict)
     next_offset: int | None = None

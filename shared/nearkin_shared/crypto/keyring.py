@@ -83,6 +83,8 @@ class KeyInfo:
 
 @dataclass(slots=True)
 class _Owner:
+    """Keys of one tenant, and its erasure."""
+
     keys: dict[int, DataKey] = field(default_factory=dict)
     erasure: Erasure | None = None
     lost: bool = False

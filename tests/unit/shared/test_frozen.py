@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from dataclasses import FrozenInstanceError, astuple, dataclass, field, fields, replace
+from dataclasses import FrozenInstanceError, asdict, astuple, dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -174,3 +174,18 @@ def test_default_before_a_field_without_one_is_refused() -> None:
         dataclass(type("Theirs", (), dict(space)))
     with pytest.raises(TypeError, match=r"x has a default, and a field after it has none"):
         frozen(type("Other", (), dict(space)))
+
+
+def test_plain_class_is_a_dataclass_of_the_library() -> None:
+    """Ours have all attributes of the classes that the library makes; no signature becomes the docstring."""
+    made: Any = frozen(type("Other", (), {"__annotations__": {"x": "int", "y": "int"}, "y": 7}))
+    library: Any = dataclass(slots=True)(type("Other", (), {"__annotations__": {"x": "int", "y": "int"}, "y": 7}))
+    assert made.__doc__ == "Other"
+    assert (made.__slots__, made.__match_args__) == (library.__slots__, library.__match_args__)
+    assert asdict(made(1)) == {"x": 1, "y": 7}
+    for ours, theirs in zip(fields(made), fields(library), strict=True):
+        assert repr(ours) == repr(theirs)
+    sub: Any = dataclass(slots=True)(type("Sub", (made,), {"__annotations__": {"z": "int"}, "z": 8}))
+    assert astuple(sub(1)) == (1, 7, 8)
+    with pytest.raises(ValueError, match="use default_factory"):
+        frozen(type("Other", (), {"__annotations__": {"x": "list"}, "x": []}))

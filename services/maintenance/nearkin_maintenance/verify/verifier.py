@@ -58,6 +58,8 @@ _Records = PendingDeleteStore | Quarantine | GcPauseFlag | ScrubStates | Version
 
 @dataclass(slots=True)
 class _Findings:
+    """Damaged objects and the versions that they affect."""
+
     problems: dict[str, str] = field(default_factory=dict)
     affected: dict[str, set[VersionName]] = field(default_factory=dict)
 
