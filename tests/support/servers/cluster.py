@@ -69,7 +69,7 @@ SERVICES = (
     PIPELINE,
     Service("maintenance", "nearkin.workers.maintenance", ("--worker", "local"), ready_line=": ready"),
     Service("ingest", "nearkin_ingest", ("--worker", "local"), ready_line=": ready"),
-    Service("gateway", "nearkin_gateway", ready_path="/readyz"),
+    Service("gateway", "nearkin.workers.gateway", ready_path="/readyz"),
 )
 """Started in this order, stopped in reverse order."""
 
