@@ -20,7 +20,7 @@ from nearkin_shared.errors import Corrupt, KeysLost, NoRoom, RetentionActive
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats.head_record import Heads, Sequences, decode_heads, encode_heads
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
-from nearkin_shared.storage.heads import RolledBack, VersionHeads
+from nearkin_shared.storage.heads import RolledBack, VersionHeads, head_name
 from nearkin_shared.storage.manifests import ManifestStore, mark_name, object_name
 from tests.support.data.test_keys import MemoryKeys
 from tests.support.servers.gateways import running
@@ -412,6 +412,10 @@ def test_heads_are_never_lowered_by_a_run() -> None:
     objects.put_new(heads.name(1), encode_heads(1, Heads({bytes(16): 5})))
     assert heads.update(ManifestStore(objects)).versions == {bytes(16): 5}
     assert heads.read() == Heads({bytes(16): 5})
+    objects.put_new(head_name(bytes(16), 3), b"an older version")
+    found = heads.update(ManifestStore(objects))
+    assert found.versions == {bytes(16): 5}
+    assert heads.read().versions == {bytes(16): 5}
 
 
 def test_removed_record_of_rotated_key_stops_encryption() -> None:

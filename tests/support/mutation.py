@@ -96,6 +96,8 @@ def run_mutant(mutant: Mutant) -> Run:
         "no:schemathesis",
         "-p",
         "mutant_plugin",
+        "-m",
+        "",  # tests of `make soak`, too
     ]
     started = time.perf_counter()
     try:

@@ -183,7 +183,7 @@ class VersionHeads:
         sequences = {key: {**of} for key, of in before.sequences.items() if key not in now.heads.versions}
         for key, head in now.heads.versions.items():
             if key not in lost:  # else the loss would be forgotten
-                versions[key] = max(head, before.versions.get(key, 0))
+                versions[key] = head
         for key, version in now.committed:
             known, found = _sequences(before, key, version), _sequences(now.heads, key, version)
             highest = _verified(manifests, key, version, known, found)
