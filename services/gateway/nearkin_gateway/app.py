@@ -73,6 +73,7 @@ def create_app(gateway: Gateway) -> FastAPI:
                 task.cancel()
             await asyncio.gather(sweeper, summaries, *hand_overs, return_exceptions=True)
             gateway.audit.summarize()
+            await gateway.load.close()
             await gateway.ingest.close()
             gateway.readiness.close()
             await gateway.pools.close()

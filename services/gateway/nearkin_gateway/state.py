@@ -17,6 +17,7 @@ from nearkin_gateway.blocking_threads import WorkerPools
 from nearkin_gateway.catalog.version_catalog import VersionCatalog
 from nearkin_gateway.http.request_limits import ConcurrencyLimit, Rates, Shares
 from nearkin_gateway.monitoring.audit_log import AuditLog
+from nearkin_gateway.monitoring.pipeline_load import PipelineLoad
 from nearkin_gateway.monitoring.usage import UsageStats
 from nearkin_gateway.setting_changes import ConfigChanges
 from nearkin_gateway.uploads.resumable_store import Resumable
@@ -98,6 +99,7 @@ class Gateway:
         self.hand_overs = asyncio.Semaphore(HAND_OVERS_MAX)
         self.downloads = ConcurrencyLimit("downloads", bounds.downloads_max, shares, rates)
         self.explanations = ConcurrencyLimit("explanations", EXPLANATIONS_MAX, shares)
+        self.load = PipelineLoad(None if self.pipeline is None else self.pipeline.wait_seconds, self.pools.control)
         self.insight = UsageStats(self.catalogue)
         self.readiness = Readiness({"object store": self.catalogue.check, "uploads": self.ingest.check, **self.checks})
         self.sessions = (

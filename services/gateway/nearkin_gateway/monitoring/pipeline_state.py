@@ -6,15 +6,20 @@ The rate is the difference of two sums of committed offsets, some seconds apart.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
+from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 from confluent_kafka import KafkaException
 
+from nearkin_gateway.http.problems import RETRY_SECONDS
+from nearkin_shared.config.pipeline_stages import PIPELINE_STAGES
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import StoreUnavailable
-from nearkin_shared.kafka.clients import unavailable
+from nearkin_shared.kafka.clients import group, unavailable
 from nearkin_shared.kafka.dead_letter_replay import DeadLetter, drop, list_letters, parse_place, read_letter, replay
 from nearkin_shared.kafka.lag import GroupLag, LagReader
 from nearkin_shared.utils.frozen import frozen
@@ -25,6 +30,10 @@ READINGS_MAX = 60
 RATE_SECONDS = 60.0
 """Period over which rates are computed."""
 LETTERS_MAX = 200
+FEW_RECORDS = 64
+"""Records of one stage that are no backlog: an idle stage has as many until it commits, and no rate that counts."""
+Reading = tuple[float, Sequence[GroupLag]]
+"""When Kafka was read, in seconds of the monotonic clock, and the lag of each group."""
 
 
 @frozen
@@ -49,12 +58,8 @@ class PipelineState:
 
     def stages(self) -> list[StageState]:
         """Return how far each group is, READ_SECONDS old at most. Raises StoreUnavailable."""
-        with self._lock:
-            now = time.monotonic()
-            if not self._readings or now - self._readings[-1][0] >= READ_SECONDS:
-                self._readings.append((now, self._read()))
-            since = next((entry for entry in self._readings if now - entry[0] <= RATE_SECONDS), self._readings[-1])
-            last = self._readings[-1]
+        readings = self._recent_readings()
+        since, last = readings[0], readings[-1]
         before = {found.group: found.taken for found in since[1]}
         seconds = last[0] - since[0]
         return [
@@ -66,6 +71,23 @@ class PipelineState:
             )
             for found in last[1]
         ]
+
+    def wait_seconds(self) -> float | None:
+        """Return how long a new upload waits for its commit; None: not known yet.
+
+        Raises StoreUnavailable.
+        """
+        groups = {group(self._settings, stage) for stage in PIPELINE_STAGES}
+        return drain_seconds(self._recent_readings(), groups)
+
+    def _recent_readings(self) -> list[tuple[float, list[GroupLag]]]:
+        """Return the readings of the last RATE_SECONDS, the last one at most READ_SECONDS old."""
+        with self._lock:
+            now = time.monotonic()
+            if not self._readings or now - self._readings[-1][0] >= READ_SECONDS:
+                self._readings.append((now, self._read()))
+            recent = [entry for entry in self._readings if now - entry[0] <= RATE_SECONDS]
+            return recent or [self._readings[-1]]
 
     def letters(self) -> list[DeadLetter]:
         """Return the newest kept dead letters, oldest first. Raises StoreUnavailable."""
@@ -114,3 +136,32 @@ class PipelineState:
             raise unavailable(self._settings, err) from err
         except TimeoutError as err:
             raise StoreUnavailable(f"kafka {self._settings.kafka.bootstrap_servers}: offsets not available") from err
+
+
+def drain_seconds(readings: Sequence[Reading], groups: Collection[str]) -> float | None:
+    """Return how long these groups need for the records that wait for them.
+
+    The sum of all groups, since what one has done waits for the next. Infinite if a group with a backlog stands still;
+    None before its rate is known.
+    """
+    total_seconds = 0.0
+    for found in readings[-1][1]:
+        waiting = sum(found.behind.values())
+        if found.group not in groups or not waiting:
+            continue
+        rates = _rates(readings, found.group)
+        if not rates and waiting > FEW_RECORDS:
+            return None
+        best = max(rates, default=0.0)
+        seconds = waiting / best if best else math.inf
+        total_seconds += min(seconds, RETRY_SECONDS) if waiting <= FEW_RECORDS else seconds
+    return total_seconds
+
+
+def _rates(readings: Sequence[Reading], name: str) -> list[float]:
+    """Return the records a second that a group took, between each two readings.
+
+    The best of them is what it can do: the mean of a minute counts the time before its records came.
+    """
+    taken = [(at, found.taken) for at, groups in readings for found in groups if found.group == name]
+    return [max(0, later - former) / (then - at) for (at, former), (then, later) in pairwise(taken) if then > at]

@@ -100,7 +100,10 @@ _PUT_ANSWERS: dict[int | str, dict[str, Any]] = {
         "description": "Durable; it will end committed or visibly failed.",
         "headers": {
             "Location": {"description": "Where its outcome will be.", "schema": {"type": "string"}},
-            "Retry-After": {"description": "Seconds until it is worth asking.", "schema": {"type": "string"}},
+            "Retry-After": {
+                "description": "Seconds until it is worth asking, from the lag of the pipeline.",
+                "schema": {"type": "string"},
+            },
         },
     },
     **responses(400, 401, 403, 405, 408, 409, 410, 412, 413, 414, 415, 422, 429, 431, 500, 503),
@@ -389,7 +392,8 @@ def outcome_json(gateway: Gateway, tenant: str, blob: bytes, outcome: Mapping[st
 def accepted_response(gateway: Gateway, tenant: str, blob: bytes, key: str) -> Response:
     """Return 202."""
     shown = {**outcome_json(gateway, tenant, blob, None), "state": "pending", "key": key}
-    return JSONResponse(shown, 202, {"Location": shown["status"], "Retry-After": "1"})
+    retry = str(gateway.load.retry_seconds(1))
+    return JSONResponse(shown, 202, {"Location": shown["status"], "Retry-After": retry})
 
 
 def created_response(gateway: Gateway, tenant: str, outcome: Mapping[str, Any], *, replay: bool = False) -> Response:
