@@ -47,6 +47,10 @@ class AccessDenied(PermanentError):
     """The caller has no permission: the token is missing, unknown, expired or lacks a scope."""
 
 
+class QuotaExceeded(PermanentError):
+    """The tenant's quota of bytes does not allow the upload; nothing was stored."""
+
+
 class RetentionActive(PermanentError):
     """A version is dated in the future, so the ages of versions are unknown."""
 

@@ -113,7 +113,7 @@ def _announce(url: str, token: str | None, *, as_json: bool) -> None:
 @click.group(cls=AsWrittenGroup)
 @shared_options
 def token() -> None:
-    """Make, list and revoke the tokens of a gateway.
+    """Make, list and revoke the tokens of a gateway, and set quotas of tenants.
 
     nearkin token create --file tokens.json --tenant shop --scope read --scope write
     NEARKIN_AUTH__TOKENS_FILE=tokens.json nearkin token list
@@ -195,6 +195,63 @@ def revoke(number: str, file: Path | None) -> None:
         print_json(_token_json(gone))
     else:
         print_line(f"revoked {gone.id}")
+
+
+@token.command()
+@click.argument("tenant", metavar="TENANT", required=False)
+@click.option("--file", "file", metavar="FILE", type=click.Path(path_type=Path), help="[auth.tokens_file]")
+@click.option(
+    "--logical", metavar="SIZE", help="Bytes of all visible versions together, such as 500GiB; none: no limit."
+)
+@click.option("--stored", metavar="SIZE", help="Bytes that the tenant takes in the object store; none: no limit.")
+@click.option("--rate", metavar="SIZE", help="Bytes of uploads a second and gateway, 64KiB at least; none: no limit.")
+@shared_options
+def quota(tenant: str | None, file: Path | None, logical: str | None, stored: str | None, rate: str | None) -> None:
+    """Set quotas of a tenant, or list those of all tenants.
+
+    nearkin token quota shop --logical 1TiB --rate 50MiB --file tokens.json
+    nearkin token quota shop --logical none --file tokens.json
+    nearkin token quota --file tokens.json
+
+    Running gateways apply them within a second. A limit that is not named stays.
+    A put beyond a limit of bytes is 507, one beyond the rate 429.
+    """
+    from dataclasses import replace
+
+    from nearkin.cli.output import print_json, print_line
+    from nearkin_gateway.auth import tokens
+    from nearkin_gateway.auth.tenant_quota import TenantQuota
+    from nearkin_shared.utils.terminal import printable
+
+    session = current_session()
+    path = _file(session, file)
+    wanted = {"logical_bytes": logical, "stored_bytes": stored, "upload_bytes_per_second": rate}
+    changes = {name: _quota_bytes(name, text) for name, text in wanted.items() if text is not None}
+    if changes and tenant is None:
+        raise BadInput("no tenant given: name the one whose quotas to set")
+    found = tokens.read_tenant_quotas(path)
+    if tenant is not None:
+        found = {tenant: replace(found.get(tenant, TenantQuota()), **changes)}
+        if changes:
+            tokens.set_quota(path, tenant, found[tenant])
+    if session.as_json:
+        print_json({name: limits.to_json() for name, limits in sorted(found.items())})
+        return
+    for name, limits in sorted(found.items()):
+        shown = "  ".join(f"{quota} {value}" for quota, value in limits.to_json().items())
+        print_line(f"{printable(name)}  {shown or 'unlimited'}")
+
+
+def _quota_bytes(name: str, text: str) -> int | None:
+    """Return the bytes that a text such as `500GiB` means; None for `none`. Raises BadInput."""
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    if text == "none":
+        return None
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as err:
+        raise BadInput(f"{name} {text!r:.40}: want bytes, a unit after them (500GiB, 50MB), or none") from err
 
 
 def _file(session: Session, given: Path | None) -> Path:

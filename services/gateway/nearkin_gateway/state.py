@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
 from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.auth.sessions import Sessions
+from nearkin_gateway.auth.tenant_quota import TenantQuota
 from nearkin_gateway.auth.tokens import TokenFile
 from nearkin_gateway.backends.ingest_backend import Ingest
 from nearkin_gateway.blocking_threads import WorkerPools
@@ -21,6 +23,7 @@ from nearkin_gateway.monitoring.pipeline_load import PipelineLoad
 from nearkin_gateway.monitoring.usage import UsageStats
 from nearkin_gateway.setting_changes import ConfigChanges
 from nearkin_gateway.uploads.resumable_store import Resumable
+from nearkin_gateway.uploads.upload_admission import UploadAdmission
 from nearkin_gateway.uploads.upload_status import UploadIds, UploadStatuses
 from nearkin_shared.config.services import GatewaySettings
 from nearkin_shared.config.settings import Settings
@@ -99,12 +102,21 @@ class Gateway:
         self.hand_overs = asyncio.Semaphore(HAND_OVERS_MAX)
         self.downloads = ConcurrencyLimit("downloads", bounds.downloads_max, shares, rates)
         self.explanations = ConcurrencyLimit("explanations", EXPLANATIONS_MAX, shares)
+        self.admission = UploadAdmission(self._quota_of, self.catalogue.recount)
+        self.outcomes.on_event = self.admission.on_event
         self.load = PipelineLoad(None if self.pipeline is None else self.pipeline.wait_seconds, self.pools.control)
         self.insight = UsageStats(self.catalogue)
         self.readiness = Readiness({"object store": self.catalogue.check, "uploads": self.ingest.check, **self.checks})
         self.sessions = (
             None if self.tokens is None else Sessions(self.catalogue.secret, self.tokens, limits.SESSION_SECONDS)
         )
+
+    def _quota_of(self, tenant: str) -> TenantQuota | None:
+        return None if self.tokens is None else self.tokens.quota(tenant)
+
+    def pace_of(self, tenant: str) -> Callable[[int], Awaitable[None]]:
+        """Return what waits after each piece of a tenant's body, given the size of the piece."""
+        return partial(self.admission.wait_for_rate, tenant)
 
     @property
     def settings(self) -> Settings:

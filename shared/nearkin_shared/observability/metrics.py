@@ -2,7 +2,8 @@
 
 Alerts and dashboard (deploy/helm/nearkin) use these names; tests/helm compares them.
 
-Invariant: names and labels are declared here only, and the number of label values does not grow with the data.
+Invariant: names and labels are declared here only, and the number of label values does not grow with the data. Tenants
+are a label where the tokens file has a quota for them, at most QUOTA_TENANTS_MAX.
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ REQUEST_SECONDS = Histogram(
 )
 RECEIVED_BYTES = Counter("nearkin_http_received_bytes", "Bytes of requests' bodies.")
 SENT_BYTES = Counter("nearkin_http_sent_bytes", "Bytes of answers' bodies.")
+QUOTA_BYTES = Gauge("nearkin_tenant_quota_bytes", "Limits of tenants that have quotas.", ["tenant", "quota"])
+QUOTA_USED = Gauge(
+    "nearkin_tenant_used_bytes", "Bytes that count against them, of uploads in flight too.", ["tenant", "quota"]
+)
+QUOTA_REFUSED = Counter("nearkin_quota_refused", "Uploads that a quota refused.", ["tenant", "quota"])
 AUDIT_EVENTS = Counter("nearkin_audit_events", "Events for the audit log, suppressed ones included.", ["event"])
 AUDIT_SUPPRESSED = Counter("nearkin_audit_suppressed", "Events whose record the audit log's rate left out.", ["event"])
 AUDIT_LOST = Counter("nearkin_audit_lost", "Records that could not be written to audit.path.")

@@ -198,7 +198,7 @@ def test_token_revoked_during_start_is_refused(tmp_path: Path, monkeypatch: pyte
     text, made = tokens.create(file, "default", ["read"])
     plain = tokens._read
 
-    def then_revoked(path: Path) -> dict[str, tokens.AccessToken]:
+    def then_revoked(path: Path) -> tokens._FileContent:
         found = plain(path)
         monkeypatch.setattr(tokens, "_read", plain)
         tokens.revoke(path, made.id)

@@ -28,12 +28,12 @@ def reading(at: float, chunker: tuple[int, int], delta: tuple[int, int] = (0, 0)
 
 
 def test_drain_seconds_of_one_stage_is_lag_by_rate() -> None:
-    """Divide what waits by the measured rate; what users' topics hold does not count."""
+    """Divide the waiting records by the measured rate; those of users' topics do not count."""
     assert drain_seconds([reading(0, (5000, 0)), reading(5, (4000, 1000))], GROUPS) == pytest.approx(20)
 
 
 def test_drain_seconds_of_two_stages_adds_up() -> None:
-    """Add the times of all stages: what the first one has done waits for the second one."""
+    """Add the times of all stages: records that the first one has handled wait for the second one."""
     readings = [reading(0, (5000, 0), (600, 0)), reading(5, (4000, 1000), (500, 500))]
     assert drain_seconds(readings, GROUPS) == pytest.approx(20 + 5)
 

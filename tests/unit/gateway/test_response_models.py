@@ -33,7 +33,7 @@ def test_model_declares_exactly_the_json_fields(model: type[BaseModel], value: d
 @pytest.mark.parametrize(
     ("model", "value", "own"),
     [
-        (response_models.TenantStats, stats_json(STATS), {"whole"}),
+        (response_models.TenantStats, stats_json(STATS), {"whole", "quotas"}),
         (response_models.BlobExplanation, explain_json(Explanation(INFO, (), 0, 0, 0, 0), segments=True), set()),
         (response_models.Outcome, info_json(INFO), {"id", "state", "status", "failure", "reason", "seconds", "ledger"}),
     ],

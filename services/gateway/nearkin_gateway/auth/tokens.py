@@ -1,4 +1,6 @@
-"""Tokens. Invariant: the file never holds a token, only what recognises one.
+"""Tokens, and quotas of tenants, in one file.
+
+Invariant: the file never holds a token, only what recognises one.
 
     nk_7f3a9c0e_5tR...        nk_ID_SECRET, the secret 32 random bytes in base64url
 
@@ -22,6 +24,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from nearkin_gateway.auth.tenant_quota import TenantQuota, check_quota, read_quotas
 from nearkin_shared.errors import BadInput, ConfigError, NotFound, choose
 from nearkin_shared.tenant_names import tenant_problem
 from nearkin_shared.utils.durable_files import make_folders, replace_file
@@ -66,6 +69,14 @@ class AccessToken:
         return self.expires is not None and now >= self.expires
 
 
+@frozen
+class _FileContent:
+    """The content of a tokens file: tokens by id, quotas by tenant."""
+
+    tokens: dict[str, AccessToken]
+    quotas: dict[str, TenantQuota]
+
+
 def create(
     path: Path, tenant: str, scopes: Sequence[str], *, days: int | None = 90, note: str = ""
 ) -> tuple[str, AccessToken]:
@@ -88,7 +99,8 @@ def create(
         raise BadInput(f"note of {len(note)} characters: want at most {NOTE_CHARACTERS_MAX}")
     now = datetime.now(UTC)
     with _lock(path):
-        found = _read(path) if path.exists() else {}
+        content = _read(path) if path.exists() else _FileContent({}, {})
+        found = content.tokens
         if len(found) >= TOKENS_MAX:
             raise BadInput(f"{path}: holds {TOKENS_MAX} tokens already; revoke some")
         number = secrets.token_hex(4)
@@ -104,24 +116,44 @@ def create(
             expires=None if days is None else int((now + timedelta(days=days)).timestamp()),
             note=note,
         )
-        _write(path, {**found, number: token})
+        _write(path, _FileContent({**found, number: token}, content.quotas))
     return text, token
 
 
 def revoke(path: Path, number: str) -> AccessToken:
     """Take a token, named by its id, out of the file. Raises NotFound."""
     with _lock(path):
-        found = _read(path)
-        if number not in found:
+        content = _read(path)
+        if number not in content.tokens:
             raise NotFound(f"token {number!r}: {path} has none; `nearkin token list` lists them")
-        gone = found.pop(number)
-        _write(path, found)
+        gone = content.tokens.pop(number)
+        _write(path, content)
     return gone
+
+
+def set_quota(path: Path, tenant: str, quota: TenantQuota) -> None:
+    """Replace the quotas of a tenant; without any limit the tenant is unlimited.
+
+    Raises BadInput, ConfigError.
+    """
+    check_quota(tenant, quota)
+    with _lock(path):
+        content = _read(path)
+        content.quotas.pop(tenant, None)
+        if quota.to_json():
+            content.quotas[tenant] = quota
+        read_quotas({name: limits.to_json() for name, limits in content.quotas.items()})
+        _write(path, content)
 
 
 def read_tokens(path: Path) -> list[AccessToken]:
     """Return all tokens, oldest first. Raises ConfigError."""
-    return sorted(_read(path).values(), key=lambda token: (token.created, token.id))
+    return sorted(_read(path).tokens.values(), key=lambda token: (token.created, token.id))
+
+
+def read_tenant_quotas(path: Path) -> dict[str, TenantQuota]:
+    """Return the quotas by tenant. Raises ConfigError."""
+    return _read(path).quotas
 
 
 class TokenFile:
@@ -132,7 +164,7 @@ class TokenFile:
         self.on_change: Callable[[list[AccessToken], list[AccessToken]], None] | None = None
         """Called with the tokens that a change of the file added and removed."""
         self._seen = self._mark()  # before the read, so that the next check sees a change made during it
-        self._tokens = _read(path)
+        self._content = _read(path)
         self._failed: tuple[int, ...] | None = None
         self._looked = time.monotonic()
 
@@ -140,7 +172,7 @@ class TokenFile:
         """Return the token, expired or not, that `text` is."""
         self._look()
         match = _TEXT.fullmatch(text)
-        token = self._tokens.get(match[1]) if match is not None else None
+        token = self._content.tokens.get(match[1]) if match is not None else None
         # A missing id takes as long as a wrong secret; ids are no secret.
         right = hmac.compare_digest(_digest(text), token.sha256 if token is not None else "0" * 64)
         return token if right else None
@@ -148,12 +180,22 @@ class TokenFile:
     def by_id(self, number: str) -> AccessToken | None:
         """Return the token with this id, expired or not. The caller has verified the secret part."""
         self._look()
-        return self._tokens.get(number)
+        return self._content.tokens.get(number)
+
+    def quota(self, tenant: str) -> TenantQuota | None:
+        """Return the quotas of a tenant, None without any."""
+        self._look()
+        return self._content.quotas.get(tenant)
+
+    def quotas(self) -> dict[str, TenantQuota]:
+        """Return the quotas of all tenants that have some."""
+        self._look()
+        return self._content.quotas
 
     def tenants(self) -> list[str]:
         """Return the tenants that tokens name."""
         self._look()
-        return sorted({token.tenant for token in self._tokens.values() if token.tenant != NO_TENANT})
+        return sorted({token.tenant for token in self._content.tokens.values() if token.tenant != NO_TENANT})
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -164,10 +206,11 @@ class TokenFile:
         if mark == self._seen:
             return
         try:
-            before, self._tokens, self._failed = self._tokens, _read(self._path), None
-            _log.info("%s: read again, %d tokens", self._path, len(self._tokens))
+            before, self._content, self._failed = self._content.tokens, _read(self._path), None
+            now_held = self._content.tokens
+            _log.info("%s: read again, %d tokens", self._path, len(now_held))
             if self.on_change is not None:
-                self.on_change(_missing_from(before, self._tokens), _missing_from(self._tokens, before))
+                self.on_change(_missing_from(before, now_held), _missing_from(now_held, before))
         except ConfigError as err:
             if mark != self._failed:
                 _log.error("%s; the tokens read before stay", err)
@@ -198,14 +241,15 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
-def _read(path: Path) -> dict[str, AccessToken]:
+def _read(path: Path) -> _FileContent:
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
         if len(data) > FILE_BYTES_MAX:
             raise ValueError(f"more than {FILE_BYTES_MAX} bytes")  # noqa: TRY301 - one place names the file
-        fields = json.loads(data)["tokens"]
-        tokens = [AccessToken(**{**entry, "scopes": tuple(entry["scopes"])}) for entry in fields]
+        found = json.loads(data)
+        tokens = [AccessToken(**{**entry, "scopes": tuple(entry["scopes"])}) for entry in found["tokens"]]
+        quotas = read_quotas(found.get("quotas", {}))
         for token in tokens:
             whole = re.fullmatch("[0-9a-f]{8}", token.id) and re.fullmatch("[0-9a-f]{64}", token.sha256)
             known = bool(token.scopes) and set(token.scopes) <= set(SCOPES)
@@ -217,17 +261,20 @@ def _read(path: Path) -> dict[str, AccessToken]:
                 raise ValueError(f"token {token.id!r:.40} is not one that `nearkin token` wrote")  # noqa: TRY301
     except FileNotFoundError as err:
         raise ConfigError(f'tokens file "{path}": no such file; `nearkin token create` makes one') from err
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, BadInput) as err:
         raise ConfigError(f'tokens file "{path}": {err}') from err
-    return {token.id: token for token in tokens}
+    return _FileContent({token.id: token for token in tokens}, quotas)
 
 
-def _write(path: Path, tokens: dict[str, AccessToken]) -> None:
+def _write(path: Path, content: _FileContent) -> None:
     """Replace the token file atomically and durably, readable by its owner only.
 
     Durable, because a revoked token must not reappear after a crash.
     """
-    data = json.dumps({"tokens": [asdict(token) for token in tokens.values()]}, indent=1).encode()
+    held: dict[str, object] = {"tokens": [asdict(token) for token in content.tokens.values()]}
+    if content.quotas:
+        held["quotas"] = {tenant: quota.to_json() for tenant, quota in content.quotas.items()}
+    data = json.dumps(held, indent=1).encode()
     try:
         replace_file(path, data)
     except OSError as err:

@@ -327,13 +327,24 @@ class VersionCatalog:
             kept = self._kept_stats(tenant)  # another made them meanwhile
             if kept is not None:
                 return kept
-            began = time.monotonic()
-            fresh = self._listing.stats(tenant)
-            with self._lock:
-                self._stats[tenant] = _CachedStats(fresh, began, time.monotonic())
-                self._stats.move_to_end(tenant)
-                if len(self._stats) > TENANTS_OPEN_MAX:
-                    self._stats.popitem(last=False)
+            return self._sum_up(tenant)
+
+    def recount(self, tenant: str) -> Stats:
+        """Return the statistics of a tenant, computed now.
+
+        They have every version that was committed before the call.
+        """
+        with self._summing:
+            return self._sum_up(tenant)
+
+    def _sum_up(self, tenant: str) -> Stats:
+        began = time.monotonic()
+        fresh = self._listing.stats(tenant)
+        with self._lock:
+            self._stats[tenant] = _CachedStats(fresh, began, time.monotonic())
+            self._stats.move_to_end(tenant)
+            if len(self._stats) > TENANTS_OPEN_MAX:
+                self._stats.popitem(last=False)
         return fresh
 
     def _kept_stats(self, tenant: str) -> Stats | None:

@@ -55,6 +55,10 @@ class ProblemBody(BaseModel):
     detail: str = Field(description="The wrong value, and the valid ones.")
     instance: str | None = Field(default=None, description="Path of the request.")
     errors: list[dict[str, str]] | None = Field(default=None, description="Each field that was refused.")
+    quota: str | None = Field(default=None, description="Of a refusal by a quota: its name.")
+    value: int | None = Field(default=None, description="Bytes, this upload included.")
+    limit: int | None = Field(default=None, description="Bytes that the quota allows.")
+    remedy: str | None = Field(default=None, description="How to make it fit.")
 
 
 class Problem(Exception):
@@ -68,11 +72,14 @@ class Problem(Exception):
         *,
         headers: Mapping[str, str] | None = None,
         errors: Sequence[Mapping[str, str]] | None = None,
+        members: Mapping[str, str | int] | None = None,
     ) -> None:
+        """`members`: further fields of the document."""
         super().__init__(detail)
         self.status, self.name, self.detail = status, name, detail
         self.headers = dict(headers or {})
         self.errors = errors
+        self.members = dict(members or {})
 
 
 def _title(status: int) -> str:
@@ -86,6 +93,7 @@ def problem_body(problem: Problem, instance: str | None) -> bytes:
         "title": _title(problem.status),
         "status": problem.status,
         "detail": problem.detail[:DETAIL_CHARACTERS_MAX],
+        **problem.members,
     }
     if instance is not None:
         body["instance"] = instance
@@ -151,7 +159,7 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
     def ours(request: Request, err: Exception) -> Response:
         problem = from_error(err)
-        if problem.status >= 500 and problem.status != 501:
+        if problem.status >= 500 and problem.status not in (501, 507):
             _log.log(
                 logging.WARNING if isinstance(err, RetryableError | Problem) else logging.ERROR,
                 "%s %s: %s",

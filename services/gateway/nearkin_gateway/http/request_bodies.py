@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -26,8 +26,7 @@ FRAME_SECONDS = 10.0
 
 def check_declared(request: Request, bytes_max: int) -> None:
     """Refuse a body that is declared too large, or encoded. Raises Problem."""
-    declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared[:20]) > bytes_max:
+    if (declared_bytes(request) or 0) > bytes_max:
         raise _too_large(bytes_max)
     for name, plain in ("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked"):
         coding = ", ".join(request.headers.getlist(name)).strip().lower()
@@ -42,10 +41,21 @@ def check_declared(request: Request, bytes_max: int) -> None:
         raise Problem(400, "partial-put", "Content-Range: a put stores a whole; /v1/uploads takes parts (tus)")
 
 
-async def chunks(request: Request, bytes_max: int, slots: ConcurrencyLimit | None = None) -> AsyncIterator[bytes]:
+def declared_bytes(request: Request) -> int | None:
+    """Return the length that a request declares for its body, if it does."""
+    declared = request.headers.get("content-length", "")
+    return int(declared[:20]) if declared.isascii() and declared.isdigit() else None
+
+
+async def chunks(
+    request: Request,
+    bytes_max: int,
+    slots: ConcurrencyLimit | None = None,
+    pace: Callable[[int], Awaitable[None]] | None = None,
+) -> AsyncIterator[bytes]:
     """Yield the body in pieces of some 64 KiB. Raises Problem 408 or 413, ClientDisconnect.
 
-    The minimum speed of a client rises with the number of used `slots`.
+    The minimum speed of a client rises with the number of used `slots`. `pace` may wait after each piece of a size.
     """
     window_seconds = limits.SLOW_SECONDS
     waited_seconds, window_got, total_bytes = 0.0, 0, 0
@@ -66,6 +76,8 @@ async def chunks(request: Request, bytes_max: int, slots: ConcurrencyLimit | Non
             if total_bytes > bytes_max:
                 raise _too_large(bytes_max)
             if body:
+                if pace is not None:
+                    await pace(len(body))
                 yield body
             if not message.get("more_body", False):
                 return

@@ -12,12 +12,15 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from nearkin_gateway.http.problems import RETRY_SECONDS, Problem
 from nearkin_shared.utils.frozen import frozen
 
 CALLERS_MAX = 10_000
 """Callers whose rate is remembered; the one not seen for longest is forgotten, which is in its favour."""
+RATE_WINDOW_SECONDS = 10.0
+"""Time over which a rate is reported."""
 
 
 @frozen
@@ -174,6 +177,55 @@ class Rates:
         if len(self._buckets) > CALLERS_MAX:
             self._buckets.popitem(last=False)
         return allowed
+
+
+class ByteRates:
+    """Bytes of each tenant beyond its rate: a debt that shrinks by the rate each second."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str, _ByteRate] = OrderedDict()
+
+    def add(self, tenant: str, count_bytes: int, limit: int) -> None:
+        """Count bytes of a tenant that may take `limit` a second."""
+        now = time.monotonic()
+        held = self._tenants.pop(tenant, None) or _ByteRate(now, now)
+        held.debt_bytes = max(0.0, held.debt_bytes - (now - held.at) * limit) + count_bytes
+        if now - held.window_began >= RATE_WINDOW_SECONDS:
+            held.earlier_rate = held.rate(now)
+            held.window_began, held.window_bytes = now, 0
+        held.window_bytes += count_bytes
+        held.at = now
+        self._tenants[tenant] = held
+        if len(self._tenants) > CALLERS_MAX:
+            self._tenants.popitem(last=False)
+
+    def debt_seconds(self, tenant: str, limit: int) -> float:
+        """Return how long the tenant has to wait until it is back at its rate."""
+        held = self._tenants.get(tenant)
+        return 0.0 if held is None else max(0.0, held.debt_bytes / limit - (time.monotonic() - held.at))
+
+    def rate(self, tenant: str) -> int:
+        """Return the bytes a second of a tenant, over about RATE_WINDOW_SECONDS."""
+        held = self._tenants.get(tenant)
+        return 0 if held is None else round(held.rate(time.monotonic()))
+
+
+@dataclass(slots=True)
+class _ByteRate:
+    """The bytes of one tenant; times in seconds of the monotonic clock."""
+
+    at: float
+    window_began: float
+    window_bytes: int = 0
+    debt_bytes: float = 0.0
+    earlier_rate: float = 0.0
+    """Of the window before this one."""
+
+    def rate(self, now: float) -> float:
+        """Return the rate of this window, and of the earlier one while this is short."""
+        seconds = now - self.window_began
+        share = min(1.0, seconds / RATE_WINDOW_SECONDS)
+        return self.window_bytes / max(seconds, RATE_WINDOW_SECONDS) + (1 - share) * self.earlier_rate
 
 
 class Budget:

@@ -95,6 +95,13 @@ class DeletedPage(BaseModel):
     damaged: list[DamagedVersion] = Field(description="Versions whose deletion cannot be read; they stay deleted.")
 
 
+class QuotaUse(BaseModel):
+    """The bytes that count against a quota, uploads in flight included, and its limit."""
+
+    value: int
+    limit: int
+
+
 class TenantStats(BaseModel):
     """Sums over what is stored; further fields as `nearkin stats --json` has them."""
 
@@ -108,6 +115,9 @@ class TenantStats(BaseModel):
     deleted_versions: int = Field(description="Deleted, their bytes not yet freed.")
     deleted_bytes: int = Field(description="Logical bytes of these, part of `logical_bytes`.")
     whole: bool = Field(description="False while the index is rebuilt: then the sums are partial.")
+    quotas: dict[str, QuotaUse] = Field(
+        description="`logical_bytes`, `stored_bytes`, `upload_bytes_per_second`: those that the tenant has."
+    )
 
 
 class BlobExplanation(BaseModel):

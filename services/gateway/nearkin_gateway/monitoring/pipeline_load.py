@@ -1,4 +1,4 @@
-"""Hold the estimate of how long a new upload waits for its commit, from the lag of the pipeline.
+"""Hold the estimate of how long a new upload waits for its commit.
 
 Invariant: no request waits for Kafka. A caller receives the last estimate, and starts a reading where that is old.
 """
@@ -16,7 +16,7 @@ from nearkin_shared.errors import NearkinError
 LOOK_SECONDS = 5.0
 """How often lag is read while uploads arrive: each reading asks Kafka some 25 questions."""
 RETRY_SECONDS_MAX = 300
-"""Longest `Retry-After`: a stage that stands still now may run again by then."""
+"""Longest `Retry-After`: an idle stage may run again by then."""
 _log = logging.getLogger("nearkin.gateway")
 
 

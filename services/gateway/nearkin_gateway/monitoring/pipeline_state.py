@@ -141,8 +141,8 @@ class PipelineState:
 def drain_seconds(readings: Sequence[Reading], groups: Collection[str]) -> float | None:
     """Return how long these groups need for the records that wait for them.
 
-    The sum of all groups, since what one has done waits for the next. Infinite if a group with a backlog stands still;
-    None before its rate is known.
+    The sum of all groups, since records that one has handled wait for the next. Infinite if a group with a backlog
+    makes no progress; None before its rate is known.
     """
     total_seconds = 0.0
     for found in readings[-1][1]:
@@ -161,7 +161,7 @@ def drain_seconds(readings: Sequence[Reading], groups: Collection[str]) -> float
 def _rates(readings: Sequence[Reading], name: str) -> list[float]:
     """Return the records a second that a group took, between each two readings.
 
-    The best of them is what it can do: the mean of a minute counts the time before its records came.
+    The best of them is what it can do: the mean of a minute includes the time before its records arrived.
     """
     taken = [(at, found.taken) for at, groups in readings for found in groups if found.group == name]
     return [max(0, later - former) / (then - at) for (at, former), (then, later) in pairwise(taken) if then > at]

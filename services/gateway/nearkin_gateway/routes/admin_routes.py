@@ -114,14 +114,16 @@ async def explain(
 )
 async def stats(request: Request, caller: Reader) -> Response:
     """Return what the tenant's data take and what each step saved."""
-    catalogue = gateway_of(request).catalogue
+    gateway = gateway_of(request)
+    catalogue = gateway.catalogue
 
     def summed() -> dict[str, object]:
         catalogue.check_tenant(caller.tenant)
         whole = catalogue.is_complete
         return {**stats_json(catalogue.stats(caller.tenant)), "whole": whole}
 
-    return JSONResponse(await asyncio.to_thread(summed))
+    sums = await asyncio.to_thread(summed)
+    return JSONResponse({**sums, "quotas": await gateway.admission.describe(caller.tenant)})
 
 
 @router.get(

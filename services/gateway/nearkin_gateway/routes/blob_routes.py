@@ -33,7 +33,7 @@ from nearkin_gateway.http.digests import (
 )
 from nearkin_gateway.http.problems import responses
 from nearkin_gateway.http.ranges import etag, last_modified, not_modified, precondition_of_put, wanted_range
-from nearkin_gateway.http.request_bodies import check_declared, chunks, frames
+from nearkin_gateway.http.request_bodies import check_declared, chunks, declared_bytes, frames
 from nearkin_gateway.http.url_keys import BlobKey, Key, KeysInQuery, blob_url
 from nearkin_gateway.middleware.audit_requests import annotate
 from nearkin_gateway.state import Gateway, gateway_of
@@ -106,7 +106,7 @@ _PUT_ANSWERS: dict[int | str, dict[str, Any]] = {
             },
         },
     },
-    **responses(400, 401, 403, 405, 408, 409, 410, 412, 413, 414, 415, 422, 429, 431, 500, 503),
+    **responses(400, 401, 403, 405, 408, 409, 410, 412, 413, 414, 415, 422, 429, 431, 500, 503, 507),
 }
 _READ_PROBLEMS = responses(400, 401, 403, 404, 405, 410, 412, 414, 422, 429, 431, 500, 503)
 
@@ -165,6 +165,7 @@ async def put_blob(
     annotate(request, key=key)
     await check_open_to(request, gateway, caller)
     check_declared(request, bytes_max)
+    gateway.admission.check_rate(caller.tenant)
     metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
     if (media_type := content_type_of(request.headers)) is not None:
         metadata.setdefault(CONTENT_TYPE, media_type)
@@ -175,7 +176,7 @@ async def put_blob(
     origin = None if repeatable is None else origin_of_key(repeatable)
     with ExitStack() as held:
         held.enter_context(gateway.uploads.one(caller.holders))
-        body = frames(chunks(request, bytes_max, gateway.uploads))
+        body = frames(chunks(request, bytes_max, gateway.uploads, gateway.pace_of(caller.tenant)))
         pieces = check_digests(body, announced, gateway.pools.hashing)
         earlier = None
         if origin is not None:
@@ -201,6 +202,7 @@ async def put_blob(
             wants_sha256=wants_sha256(request.headers),
             trace=_trace(request),
             precondition=precondition,
+            size_bytes=declared_bytes(request),
         )
         blob, ending = await take(gateway, pieces, new)
     annotate(request, blob=blob.hex())

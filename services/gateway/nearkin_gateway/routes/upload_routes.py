@@ -107,7 +107,7 @@ async def options(request: Request) -> Response:
             "headers": {**_OFFSET, **_EXPIRES, "Location": {"schema": {"type": "string"}}},
         },
         **_PROBLEMS,
-        **responses(408, 409, 413, 415),
+        **responses(408, 409, 413, 415, 507),
     },
     openapi_extra=_FIRST_BODY,
     operation_id="createUpload",
@@ -164,6 +164,7 @@ async def create(
         return _answer(201, Location=f"/v1/uploads/{final.id}", **_progress(final.meta, final.offset))
     meta = replace(meta, length_bytes=_length(upload_length, int(gateway.bounds.body_bytes_max)))
     gateway.resumable.check_room(caller.holders)
+    await gateway.admission.check_room(caller.tenant, meta.length_bytes)
     await check_newest(gateway, meta.tenant, meta.key, meta.precondition)
     with_body = request.headers.get("content-type", "").partition(";")[0].strip().lower() == OFFSET_MEDIA
     number = await asyncio.to_thread(gateway.resumable.create, meta)
@@ -286,7 +287,7 @@ async def get(request: Request, id: UploadId, caller: Writer) -> Response:
     responses={
         204: {"description": "Durable.", "headers": {**_OFFSET, **_EXPIRES}},
         **_PROBLEMS,
-        **responses(408, 409, 413, 415, 423),
+        **responses(408, 409, 413, 415, 423, 507),
         460: responses(400)[400] | {"description": "Checksum Mismatch"},
     },
     openapi_extra=_BODY,

@@ -18,6 +18,7 @@ from nearkin_gateway.http.request_bodies import frames
 from nearkin_gateway.monitoring.audit_log import Actor
 from nearkin_gateway.state import Gateway
 from nearkin_gateway.uploads.resumable_store import DamagedPart, Meta, StagedUpload, UploadOutcome
+from nearkin_gateway.uploads.upload_admission import QUOTA_EXCEEDED
 from nearkin_gateway.uploads.upload_preconditions import OUTCOME_SECONDS, check_refused
 from nearkin_gateway.uploads.upload_service import NewBlob, find_committed, one_at_a_time, take
 from nearkin_shared.errors import NearkinError, NotFound, PreconditionFailed
@@ -35,7 +36,8 @@ async def hand_over(gateway: Gateway, meta: Meta, number: str) -> None:
     """Hand a whole upload over and wait up to HAND_OVER_SECONDS for the result.
 
     Raises: NotFound, if the upload has been removed. Problem 409, if a part is damaged and must be sent again. Problem
-    412, if the precondition failed at the commit.
+    412, if the precondition failed at the commit. Problem 507, if a quota does not allow it: it is kept until it
+    expires, and tried again.
     """
     task = _start_task(gateway, meta.tenant, number)
     with suppress(TimeoutError):
@@ -76,6 +78,10 @@ async def _store_upload(gateway: Gateway, tenant: str, number: str) -> bool | Pr
             with one_at_a_time(gateway, bytes.fromhex(number)):
                 try:
                     done = await _store(gateway, staged)  # 1
+                except Problem as err:
+                    if err.name == QUOTA_EXCEEDED:
+                        return err
+                    raise
                 except DamagedPart as err:
                     await asyncio.to_thread(resumable.drop, err)
                     _log.error("upload %s: %s; waiting for the client to send them again", number, err)
@@ -114,6 +120,7 @@ async def _store(gateway: Gateway, staged: StagedUpload) -> UploadOutcome:
                 sha256=None if meta.sha256 is None else bytes.fromhex(meta.sha256),
                 trace=None if trace is None else trace.decode(),
                 precondition=meta.precondition,
+                size_bytes=meta.length_bytes,
             )
             blob, _ = await take(gateway, frames(_parts(gateway, staged)), new)
         except PreconditionFailed as err:

@@ -57,6 +57,7 @@ async def receive(request: Request, gateway: Gateway, staged: StagedUpload, hold
     """Stage the body; return the new offset. Bytes of an interrupted body are staged too."""
     room_bytes = staged.meta.length_bytes - staged.offset
     check_declared(request, room_bytes)
+    gateway.admission.check_rate(holders.tenant)
     if len(staged.parts) >= PARTS_MAX:
         raise Problem(413, "too-many-parts", f"{PARTS_MAX} parts are staged, which is the most; send larger ones")
     with gateway.uploads.one(holders), UploadMutex(gateway, staged.id):
@@ -65,7 +66,7 @@ async def receive(request: Request, gateway: Gateway, staged: StagedUpload, hold
             return await _check_and_stage(request, gateway, staged, room_bytes, checksum)
         part, offset = bytearray(), staged.offset
         try:
-            async for piece in chunks(request, room_bytes, gateway.uploads):
+            async for piece in chunks(request, room_bytes, gateway.uploads, gateway.pace_of(holders.tenant)):
                 part += piece
                 # Not the last one while more may come: too long, the whole would be stored though it is refused.
                 if len(part) >= PART_BYTES and offset + len(part) < staged.meta.length_bytes:
@@ -91,7 +92,7 @@ async def _check_and_stage(
     hasher, offset = CHECKSUMS[name](), staged.offset
     bytes_max = min(room_bytes, limits.CHECKED_PATCH_BYTES)
     with tempfile.SpooledTemporaryFile(SPOOL_MEMORY_BYTES) as spool:
-        async for piece in chunks(request, bytes_max, gateway.uploads):
+        async for piece in chunks(request, bytes_max, gateway.uploads, gateway.pace_of(staged.meta.tenant)):
             hasher.update(piece)
             try:
                 await gateway.pools.disk.run(spool.write, piece)

@@ -21,11 +21,13 @@ from typing import Any
 from blake3 import blake3
 from starlette.requests import ClientDisconnect
 
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.backends.ingest_backend import FAILED, IncomingUpload, UploadRequest, UploadResult
 from nearkin_gateway.blocking_threads import WorkerPool
 from nearkin_gateway.http.problems import RETRY_SECONDS, Problem, from_error
 from nearkin_gateway.state import Gateway
 from nearkin_gateway.uploads.upload_status import new_id
+from nearkin_shared.errors import NearkinError, PermanentError
 from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.observability import log_setup, tracing
 from nearkin_shared.preconditions import PRECONDITION, Precondition
@@ -121,6 +123,8 @@ class NewBlob:
     wants_sha256: bool = False
     trace: str | None = None
     precondition: Precondition | None = None
+    size_bytes: int | None = None
+    """As announced; None: not known before the end."""
 
 
 async def take(gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob) -> tuple[bytes, UploadResult]:
@@ -143,6 +147,36 @@ async def take(gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob)
     )
     log_setup.bind(blob, new.tenant, new.trace)
     tracing.describe(new.trace, tracing.about(blob, new.tenant))
+    await gateway.admission.admit(new.tenant, blob, new.size_bytes or 0)
+    try:
+        ending, upload = await _send(gateway, pieces, new, intent)
+    except BaseException:
+        gateway.admission.cancel(blob)
+        raise
+    failpoint("upload.sent")
+    try:
+        await upload.finish(ending)
+    except NearkinError as err:
+        if gateway.ingest.commits or isinstance(err, PermanentError):
+            gateway.admission.cancel(blob)
+        else:  # it may commit, or be lost without an outcome
+            loop = asyncio.get_running_loop()
+            loop.call_later(limits.UPLOAD_STATUS_SECONDS, gateway.admission.cancel, blob)
+        raise
+    failpoint("upload.durable")
+    _log.info("blob %s: %d bytes taken", blob.hex(), ending.size_bytes)
+    return blob, ending
+
+
+async def _send(
+    gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob, intent: UploadRequest
+) -> tuple[UploadResult, IncomingUpload]:
+    """Pass a body on; return its size and digests, and the upload to finish.
+
+    A failure aborts it.
+    """
+    if new.size_bytes is None:
+        pieces = _reserve(gateway, pieces, intent)
     upload = await gateway.ingest.begin(intent)
     failpoint("upload.begun")
     try:
@@ -153,11 +187,19 @@ async def take(gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob)
     except BaseException as err:
         await _abort(upload, err)
         raise
-    failpoint("upload.sent")
-    await upload.finish(ending)
-    failpoint("upload.durable")
-    _log.info("blob %s: %d bytes taken", blob.hex(), ending.size_bytes)
-    return blob, ending
+    return ending, upload
+
+
+async def _reserve(
+    gateway: Gateway, pieces: AsyncIterator[bytearray], intent: UploadRequest
+) -> AsyncIterator[bytearray]:
+    """Yield the frames of a body of unknown length, each within the quotas.
+
+    Raises Problem 507.
+    """
+    async for frame in pieces:
+        gateway.admission.grow(intent.tenant, intent.blob, len(frame))
+        yield frame
 
 
 def check_sha256(ending: UploadResult, announced: bytes | None) -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from blake3 import blake3
@@ -81,6 +82,8 @@ class UploadStatuses:
         self._forgotten_ms = 0
         self.minutes = RollingStats()
         """Sums of the last hour by minute."""
+        self.on_event: Callable[[dict[str, Any]], None] | None = None
+        """Called with each event that is added."""
 
     def __len__(self) -> int:
         return len(self._events)
@@ -102,6 +105,8 @@ class UploadStatuses:
             self._events[number] = kept
             self._bytes += len(kept) + ENTRY_BYTES - (0 if earlier is None else len(earlier) + ENTRY_BYTES)
             self.minutes.add(event)
+            if self.on_event is not None:
+                self.on_event(event)
             if committed:
                 self._origins.setdefault(origin, number)
             while self._bytes > self._bytes_max and len(self._events) > 1:

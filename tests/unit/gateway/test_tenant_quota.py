@@ -1,0 +1,162 @@
+"""Test the quotas in the tokens file, the command that sets them, and the counts behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from nearkin.cli import main
+from nearkin_gateway.auth import tokens
+from nearkin_gateway.auth.tenant_quota import TenantQuota, read_quotas
+from nearkin_gateway.http.request_limits import RATE_WINDOW_SECONDS, ByteRates
+from nearkin_gateway.uploads import in_flight
+from nearkin_gateway.uploads.in_flight import InFlightUploads
+from nearkin_gateway.uploads.tenant_usage import TenantUsages
+from nearkin_shared.errors import BadInput, StoreUnavailable
+from nearkin_shared.results import Ledger, Stats
+
+
+def test_quota_command_sets_lists_and_removes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keep limits that are not named, tokens, and the order of nothing else."""
+    file = tmp_path / "tokens.json"
+    text, _ = tokens.create(file, "shop", ["read"])
+
+    def run(*arguments: str) -> tuple[int, Any]:
+        code = main(["--json", "token", "quota", *arguments, "--file", str(file)])
+        out = capsys.readouterr().out
+        return code, json.loads(out) if out else None
+
+    assert run("shop", "--logical", "1GiB", "--rate", "1MB") == (
+        0,
+        {"shop": {"logical_bytes": 1 << 30, "upload_bytes_per_second": 1_000_000}},
+    )
+    assert run("shop", "--stored", "5000", "--logical", "none")[1] == {
+        "shop": {"stored_bytes": 5000, "upload_bytes_per_second": 1_000_000}
+    }
+    known = tokens.TokenFile(file)
+    assert known.find(text) is not None
+    assert known.quota("shop") == TenantQuota(None, 5000, 1_000_000)
+    assert known.quota("other") is None
+    assert run() == (0, {"shop": {"stored_bytes": 5000, "upload_bytes_per_second": 1_000_000}})
+    tokens.create(file, "other", ["read"])
+    assert tokens.read_tenant_quotas(file)["shop"].stored_bytes == 5000
+    assert run("shop", "--stored", "none", "--rate", "none") == (0, {"shop": {}})
+    assert "quotas" not in json.loads(file.read_text())
+    for wrong in (
+        ("--logical", "1GiB"),
+        ("shop", "--rate", "1"),
+        ("shop", "--stored", "many"),
+        ("a\nb", "--rate", "none"),
+    ):
+        assert run(*wrong)[0] == 2, wrong
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[], {"t": []}, {"t": {"blobs": 1}}, {"t": {"logical_bytes": -1}}, {"t": {"logical_bytes": True}},
+     {"t": {"stored_bytes": 1 << 61}}, {"t": {"upload_bytes_per_second": 10}}, {"": {}}],
+)  # fmt: skip
+def test_invalid_quotas_are_refused(wrong: object) -> None:
+    with pytest.raises(BadInput):
+        read_quotas(wrong)
+
+
+def test_byte_rate_debt_shrinks_by_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    rates = ByteRates()
+    rates.add("a", 5000, 1000)
+    assert rates.debt_seconds("a", 1000) == pytest.approx(5)
+    assert rates.debt_seconds("b", 1000) == 0
+    now += 3
+    assert rates.debt_seconds("a", 1000) == pytest.approx(2)
+    rates.add("a", 1000, 1000)
+    assert rates.debt_seconds("a", 1000) == pytest.approx(3)
+    now += 60
+    assert rates.debt_seconds("a", 1000) == 0
+    for _ in range(40):
+        now += 1
+        rates.add("a", 500, 1000)
+    assert rates.rate("a") == pytest.approx(500, rel=0.2)
+    now += 3 * RATE_WINDOW_SECONDS
+    rates.add("a", 0, 1000)
+    assert rates.rate("a") < 500 / 3
+
+
+def test_in_flight_uploads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count by tenant; of too many the oldest is no longer counted, and ends count once."""
+    monkeypatch.setattr(in_flight, "IN_FLIGHT_MAX", 3)
+    uploads = InFlightUploads()
+    for number in range(5):
+        uploads.begin(bytes([number]), "a" if number % 2 else "b")
+        uploads.grow(bytes([number]), 10, 4)
+    assert len(uploads) == 3
+    found = uploads.of("b")
+    assert (found.blobs, found.logical_bytes, found.stored_bytes) == (2, 20, 8)
+    for _ in range(2):
+        uploads.end(bytes([4]))
+    uploads.grow(bytes([4]), 1, 1)
+    assert (uploads.of("b").blobs, uploads.of("a").blobs) == (1, 1)
+    uploads.end(bytes([2]))
+    uploads.end(bytes([3]))
+    assert (len(uploads), uploads.of("a").blobs, uploads._sums) == (0, 0, {})
+
+
+def sums(logical_bytes: int, stored_bytes: int, deleted_bytes: int = 0) -> Stats:
+    ledger = Ledger(logical_bytes=logical_bytes, stored_bytes=stored_bytes)
+    return cast(Stats, SimpleNamespace(ledger=ledger, deleted_bytes=deleted_bytes))
+
+
+def test_usage_counts_commits_during_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add the versions whose outcome arrived since the reading began, and no earlier ones."""
+    found = [sums(100, 50, 20), sums(300, 90)]
+    ledger = {"logical_bytes": 7, "stored_bytes": 3}
+    began: list[str] = []
+    release = threading.Event()
+
+    def read(tenant: str) -> Stats:
+        began.append(tenant)
+        release.wait(30)
+        return found.pop(0)
+
+    async def run() -> None:
+        usages = TenantUsages(read)
+        first = asyncio.create_task(usages.current("t"))
+        while not began:
+            await asyncio.sleep(0)
+        usages.on_committed({"tenant": "t", "ledger": ledger})
+        usages.on_committed({"tenant": "other", "ledger": ledger})
+        release.set()
+        usage = await first
+        assert (usage.logical_bytes, usage.stored_bytes) == (87, 53)
+        usages.on_committed({"tenant": "t", "ledger": ledger})
+        usages.on_committed({"tenant": "t", "ledger": None})
+        assert (await usages.current("t")).logical_bytes == 94
+        monkeypatch.setattr("nearkin_gateway.uploads.tenant_usage.REFUSED_SECONDS", 0.0)
+        monkeypatch.setattr("nearkin_gateway.uploads.tenant_usage.COST_SHARE", 0)
+        assert (await usages.current("t", refuses=True)).logical_bytes == 300
+
+    asyncio.run(run())
+
+
+def test_usage_that_was_never_read_is_an_error() -> None:
+    """Refuse to guess: an upload of a tenant with quotas waits for its sums, and fails without them."""
+
+    def away(tenant: str) -> Stats:
+        raise StoreUnavailable(f"{tenant}: redis is away")
+
+    async def run() -> None:
+        usages = TenantUsages(away)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable):
+                await usages.current("t")
+        assert usages.known("t") is None
+
+    asyncio.run(run())
