@@ -141,15 +141,17 @@ def assert_equal_entries(one: dict[str, dict[bytes, bytes]], other: dict[str, di
 ZERO_GIB = 10  # 27 s in and out on one core of two
 
 ZEROS = f"""
-import resource, sys, time
+import io, resource, sys, time
 from nearkin import open_store
 from tests.support.data.stores import settings
 
 SIZE = {ZERO_GIB} << 30
 zeros = memoryview(bytes(1 << 20))
 
-class Zeros:
+class Zeros(io.RawIOBase):
     left = SIZE
+    def readable(self):
+        return True
     def readinto(self, window):
         count = min(len(window), len(zeros), self.left)
         window[:count] = zeros[:count]

@@ -96,8 +96,18 @@ def node(tmp_path: Path, s3: S3) -> Iterator[Node]:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(("stages", "deployed"), [("fused", 3), ("split", 6)])
 def test_pods_are_ready_store_blobs_and_reload_settings(
-    rendered: Render, node: Node, kafka: Any, redis: Redis, s3: S3, bucket: str, topic_prefix: str, key_prefix: str
+    rendered: Render,
+    node: Node,
+    kafka: Any,
+    redis: Redis,
+    s3: S3,
+    bucket: str,
+    topic_prefix: str,
+    key_prefix: str,
+    stages: str,
+    deployed: int,
 ) -> None:
     """The chart's pods run as processes; a hot setting changes without a restart."""
     port = free_port()
@@ -115,6 +125,7 @@ def test_pods_are_ready_store_blobs_and_reload_settings(
                 "object_store": {"url": f"s3://{bucket}", "endpoint": s3.endpoint, "allow_http": True},
                 "gateway": {"host": "127.0.0.1", "port": port},
                 "features": {"algorithm": algorithm},
+                "pipeline": {"stages": stages},
             },
             "secrets": {"objectStore": {"name": "s3"}},
             "test": {"token": {"name": "operator"}},
@@ -135,7 +146,7 @@ def test_pods_are_ready_store_blobs_and_reload_settings(
         for (kind, _), one in release.items()
         if kind == "Deployment"
     }
-    assert len(deployments) == 6
+    assert len(deployments) == deployed
     for name, spec in deployments.items():
         # Each pod has its own address; these processes share one, so each listens on its own port and reports it.
         verbose = () if name == "gateway" else ("--verbose",)
