@@ -53,6 +53,8 @@ def _entry(
     text: str, find_user: Callable[[str], int | None], find_group: Callable[[str], int | None]
 ) -> tuple[int, int, int]:
     """Return (tag, id, permissions). Raises ValueError."""
+    if text.count(":") < 2:
+        raise ValueError(f"entry {text[:80]!r}")
     kind, name, rights, *number = text.split(":")
     kind = _SHORT.get(kind, kind)
     tag = _TAGS.get((kind, bool(name)))

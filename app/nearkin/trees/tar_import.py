@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 OWNERS_MAX = 65_536
 """Users, and groups, of one archive: the summary of a tree lists them."""
 OWNER_NAME_MAX = 255
+OWNER_NAMES_BYTES_MAX = 4 << 20
+"""Of all names of owners, whose list has at most 16 MiB with their numbers."""
 
 
 class ImportOptions(NamedTuple):
@@ -168,6 +170,7 @@ class _Names:
     def __init__(self) -> None:
         self._users: dict[int, str] = {}
         self._groups: dict[int, str] = {}
+        self._names_bytes = 0
 
     def add(self, member: TarMember) -> None:
         """Add the owner of a member. Raises BadInput."""
@@ -178,6 +181,12 @@ class _Names:
                 raise BadInput(f"archive: more than {OWNERS_MAX:,} owners; nothing was stored")
             is_plain = name.isprintable() and len(name) <= OWNER_NAME_MAX
             names[number] = name if is_plain else ""
+            self._names_bytes += len(names[number].encode())
+            if self._names_bytes > OWNER_NAMES_BYTES_MAX:
+                raise BadInput(
+                    f"archive: names of owners of more than {OWNER_NAMES_BYTES_MAX:,} bytes; nothing was stored: "
+                    "write it with tar --numeric-owner"
+                )
 
     def as_owner_names(self) -> OwnerNames:
         """Return the lookups for a tree."""

@@ -19,10 +19,13 @@ from typing import NamedTuple, Self
 import msgspec
 
 from nearkin.trees.tar_members import TarMember, UnusableMember
+from nearkin.trees.tar_spool import has_room
 from nearkin_shared.errors import BadInput, NoRoom
 from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry, sort_key
 
 ENTRIES_MAX = 100_000_000
+ROOM_CHECK_ENTRIES = 16_384
+"""Entries between two looks at the free space: 70 MB at most, with paths of 4,096 bytes."""
 CACHE_KIB = 64 << 10
 KNOWN_FOLDERS_MAX = 10_000
 IMPLIED_MODE = 0o755
@@ -75,6 +78,7 @@ class TarIndex:
         except OSError as err:
             raise BadInput(f"temporary folder {str(temporary or tempfile.gettempdir())!r}: {err.strerror}") from err
         os.close(descriptor)
+        self._folder = os.path.dirname(path)
         try:
             self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._database.executescript(_SCHEMA)
@@ -97,14 +101,14 @@ class TarIndex:
         try:
             self._add(member)
         except sqlite3.OperationalError as err:
-            raise _no_room(err) from err
+            raise _no_room(str(err)) from err
 
     def finish(self) -> None:
         """End the adding. Raises NoRoom."""
         try:
             self._database.execute("INSERT INTO shared SELECT node FROM entry GROUP BY node HAVING count(*) > 1")
         except sqlite3.OperationalError as err:
-            raise _no_room(err) from err
+            raise _no_room(str(err)) from err
 
     def _add(self, member: TarMember) -> None:
         path, kind = member.path, member.kind
@@ -156,6 +160,8 @@ class TarIndex:
         if self.entries >= ENTRIES_MAX:
             raise BadInput(f"archive: more than {ENTRIES_MAX:,} members; nothing was stored")
         self.entries += 1
+        if not self.entries % ROOM_CHECK_ENTRIES and not has_room(self._folder):
+            raise _no_room("its device is nearly full")
         values = {name: getattr(member, name) for name in _Node.__struct_fields__}
         self._database.execute("INSERT INTO node VALUES (?, ?)", (self.entries, _encode(_Node(**values))))
         return self.entries
@@ -215,5 +221,5 @@ def _key(path: bytes) -> tuple[bytes, bytes]:
     return sort_key(folder), name
 
 
-def _no_room(err: sqlite3.OperationalError) -> NoRoom:
-    return NoRoom(f"temporary folder: the list of members does not fit: {err}; name another one with --temporary")
+def _no_room(reason: str) -> NoRoom:
+    return NoRoom(f"temporary folder: the list of members does not fit: {reason}; name another one with --temporary")

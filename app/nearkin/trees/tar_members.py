@@ -22,6 +22,10 @@ from nearkin_shared.formats.tree_entry_group import EXTRAS_BYTES_MAX, ID_MAX, En
 
 HEADER_BYTES_MAX = 8 << 20
 """Headers of one member: PAX records, long names and the map of a sparse file."""
+GLOBAL_BYTES_MAX = 64 << 10
+"""Records of all global headers: the library keeps them, and copies them for each member."""
+SPARSE_BYTES_MAX = 16 << 40
+"""Size of a file with holes: the largest file of ext4. An archive of 2 KB could name 8 EiB, which no reader can end."""
 PATH_MAX = 4096
 LINK_TARGET_MAX = 4095
 XATTR_VALUE_MAX = 65_536
@@ -30,6 +34,7 @@ NOBODY = 65_534
 """Owner of an entry whose own number is out of range: number 0 would be root."""
 _SECOND_NS = 1_000_000_000
 _I64_MAX = (1 << 63) - 1
+_ID = re.compile(r"-?[0-9]{1,19}", re.ASCII)
 _NUMBER = re.compile(r"(-?)([0-9]{1,19})(?:\.([0-9]{0,64}))?", re.ASCII)
 _KINDS = {
     tarfile.REGTYPE: EntryKind.FILE,
@@ -94,6 +99,7 @@ def read_members(
         position = -1
         while (info := archive.next()) is not None:
             vars(archive)["members"].clear()  # the library keeps all of them
+            _check_globals(archive, name)
             _correct_sparse_end(archive, info)
             if archive.offset <= position:
                 raise BadInput(f"{name}: member {info.name!r:.200} has a negative size; nothing was stored")
@@ -154,7 +160,8 @@ def _member(info: tarfile.TarInfo, end: int, alter: Callable[[bytes, str], None]
         if not (0 <= info.devmajor <= ID_MAX and 0 <= info.devminor <= ID_MAX):
             raise UnusableMember(f"device {info.devmajor}, {info.devminor} is out of range")
         size = os.makedev(info.devmajor, info.devminor)
-    uid, gid = (_owner(what, number, path, alter) for what, number in (("owner", info.uid), ("group", info.gid)))
+    uid = _owner("owner", info.uid, info.pax_headers.get("uid"), path, alter)
+    gid = _owner("group", info.gid, info.pax_headers.get("gid"), path, alter)
     return TarMember(
         path,
         kind,
@@ -173,10 +180,20 @@ def _member(info: tarfile.TarInfo, end: int, alter: Callable[[bytes, str], None]
     )
 
 
-def _owner(what: str, number: int, path: bytes, alter: Callable[[bytes, str], None]) -> int:
-    if 0 <= number < ID_MAX:
+def _check_globals(archive: tarfile.TarFile, name: str) -> None:
+    """Raise BadInput if global headers have too many records."""
+    records = archive.pax_headers
+    if records and sum(len(record) + len(value) for record, value in records.items()) > GLOBAL_BYTES_MAX:
+        raise BadInput(f"{name}: its global PAX headers have more than {GLOBAL_BYTES_MAX:,} bytes; nothing was stored")
+
+
+def _owner(what: str, number: int, record: str | None, path: bytes, alter: Callable[[bytes, str], None]) -> int:
+    """Return the number of an owner; the library takes a PAX record that is no number as 0."""
+    is_number = record is None or _ID.fullmatch(record) is not None
+    if is_number and 0 <= number < ID_MAX:
         return number
-    alter(path, f"{what} {number} is out of range, {NOBODY} is stored")
+    shown = number if is_number else repr((record or "")[:40])
+    alter(path, f"{what} {shown} is out of range, {NOBODY} is stored")
     return NOBODY
 
 
@@ -216,13 +233,18 @@ def _real_size(info: tarfile.TarInfo) -> int:
 
 
 def _file_size(info: tarfile.TarInfo) -> tuple[int, tuple[tuple[int, int], ...] | None]:
-    """Return the size of a file, and its extents if it has holes. Raises ReadError."""
+    """Return the size of a file, and its extents if it has holes. Raises ReadError, UnusableMember."""
     size = _real_size(info)
     if not 0 <= size <= _I64_MAX:
         raise tarfile.ReadError(f"{info.name!r:.200} has {size} bytes")
     stretches = _sparse_map(info)
     if stretches is None:
         return size, None
+    if size > SPARSE_BYTES_MAX:
+        raise UnusableMember(
+            f"has {size:,} bytes with its holes, {SPARSE_BYTES_MAX:,} at most; back up the file itself, or use "
+            "`nearkin copy` between stores"
+        )
     extents, end = list[tuple[int, int]](), 0
     for offset, length in stretches:
         if not length:  # marks the end of the file, or is a slot that is not used
@@ -267,7 +289,7 @@ def _xattrs(info: tarfile.TarInfo, path: bytes, alter: Callable[[bytes, str], No
                 plain = name.replace("%3D", "=").replace("%25", "%")
                 found[_bytes(plain)] = _bytes(text)
             elif name and scheme == "LIBARCHIVE":
-                found.setdefault(unquote_to_bytes(_bytes(name)), b64decode(_bytes(text) + b"=" * (-len(text) % 4)))
+                found.setdefault(unquote_to_bytes(_bytes(name)), _unpadded(text))
             elif record == "RHT.security.selinux":
                 found.setdefault(b"security.selinux", _bytes(text) + b"\0")
             elif record in _ACLS and (acl := encode_acl(text, _user_id, _group_id)):
@@ -285,6 +307,11 @@ def _xattrs(info: tarfile.TarInfo, path: bytes, alter: Callable[[bytes, str], No
             continue
         del found[name_bytes]
     return tuple(sorted(found.items()))
+
+
+def _unpadded(text: str) -> bytes:
+    """Decode base64, with or without padding. Raises ValueError."""
+    return b64decode(_bytes(text) + b"=" * (-len(text) % 4), validate=True)
 
 
 def _user_id(name: str) -> int | None:

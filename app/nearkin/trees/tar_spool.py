@@ -137,8 +137,8 @@ def _copy(pieces: Iterator[bytes], spool: IO[bytes], name: str) -> None:
             size += len(piece)
             if size - checked >= FREE_CHECK_BYTES:
                 spool.flush()
-                checked, device = size, os.fstatvfs(spool.fileno())
-                if device.f_bavail * FREE_SHARE < device.f_blocks:
+                checked = size
+                if not has_room(spool.fileno()):
                     raise no_room
         except OSError as err:
             raise no_room from err
@@ -146,6 +146,12 @@ def _copy(pieces: Iterator[bytes], spool: IO[bytes], name: str) -> None:
         spool.flush()
     except OSError as err:
         raise no_room from err
+
+
+def has_room(folder: str | int) -> bool:
+    """Return whether the device of a folder, or of an open file, has FREE_SHARE of its blocks free."""
+    device = os.statvfs(folder)
+    return device.f_bavail * FREE_SHARE >= device.f_blocks
 
 
 def _unpacked(source: _Prepended, method: str | None) -> Iterator[bytes]:

@@ -40,6 +40,8 @@ GROUP_EXTRAS_BYTES_MAX = 8 << 20
 """A group ends after so many bytes of attributes and extents, which an imported archive may have for each entry."""
 EXTENT_BYTES = 18
 """Of an encoded extent, at most."""
+SIZE_BYTES_MAX = (1 << 64) - 1
+"""Of the summary; files with holes may have more together."""
 GROUP_ROWS_MASK = 255
 """A group ends after an entry with these bits of its name's CRC-32 zero: an added file moves no later border."""
 
@@ -255,7 +257,8 @@ class TreeWriter:
 
     def _summary_of(self, unread: int) -> TreeSummary:
         owners = {"users": _sorted(self._users), "groups": _sorted(self._owner_groups)}
-        return msgspec.structs.replace(self._summary, unread=unread, partial=self.partial, **owners, **self._counts)
+        counts = {name: min(count, SIZE_BYTES_MAX) for name, count in self._counts.items()}
+        return msgspec.structs.replace(self._summary, unread=unread, partial=self.partial, **owners, **counts)
 
     def _plain_blocks(self) -> Iterator[bytes]:
         return map(decompress, self._blocks)

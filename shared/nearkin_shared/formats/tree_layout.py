@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from nearkin_shared.errors import Corrupt, FormatTooNew
+from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
 from nearkin_shared.formats.columns import CHECK_BYTES, check_bytes
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, ROWS_MAX, sort_key
 
@@ -110,7 +110,7 @@ def group_digest(block: bytes) -> bytes:
 
 
 def encode_end(summary: TreeSummary, groups: Sequence[GroupInfo]) -> bytes:
-    """Encode the index and the footer."""
+    """Encode the index and the footer. Raises BadInput for a tree that no reader would accept."""
     head = _encode_summary(summary)
     index = b"".join(
         (
@@ -124,6 +124,13 @@ def encode_end(summary: TreeSummary, groups: Sequence[GroupInfo]) -> bytes:
             *(group.folder + b"\0" + group.name for group in groups),
         )
     )
+    for what, count, most in (
+        ("a list of owners", len(head), SUMMARY_BYTES_MAX),
+        ("groups of entries", len(groups), GROUPS_MAX),
+        ("an index", len(index), INDEX_BYTES_MAX),
+    ):
+        if count > most:
+            raise BadInput(f"tree: {what} of {count:,}, {most:,} at most; nothing was stored: use several keys")
     content_bytes = sum(group.content_bytes for group in groups)
     groups_bytes = sum(group.block_bytes for group in groups)
     footer = _FOOTER.pack(_MAGIC, VERSION, 0, len(head), content_bytes, groups_bytes, len(index))

@@ -26,6 +26,7 @@ from nearkin.trees.tar_members import HEADER_BYTES_MAX
 from nearkin.trees.tar_writer import TarWriter
 from nearkin_shared.errors import BadInput, NoRoom, SourceFailed
 from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry
+from tests.support.data.archives import archive_of, member
 
 IS_ROOT = os.geteuid() == 0
 XATTR_OPTIONS = ("--xattrs", "--xattrs-include=*", "--acls", "--format=pax")
@@ -195,25 +196,6 @@ def test_stream_without_positions_is_imported(store: Store, tmp_path: Path) -> N
         thread.start()
         assert store.import_tar("piped", cast("BinaryIO", process.stdout)).counts.read_bytes == 300_000
         thread.join()
-
-
-def member(name: str, **fields: object) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.mode, info.mtime = 0o640, 1_000
-    for field, value in fields.items():
-        setattr(info, field, value)
-    return info
-
-
-def archive_of(members: list[tuple[object, bytes]], *, format: int = tarfile.PAX_FORMAT) -> bytes:
-    """Return an archive; a member is a name, or a header."""
-    output = io.BytesIO()
-    with tarfile.open(fileobj=output, mode="w", format=format, encoding="utf-8", errors="surrogateescape") as archive:
-        for head, content in members:
-            info = head if isinstance(head, tarfile.TarInfo) else member(str(head))
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return output.getvalue()
 
 
 def imported(store: Store, data: bytes) -> tuple[dict[bytes, TreeEntry], ImportCounts]:
