@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from nearkin import open_store
 from nearkin_shared.formats.encrypted_object import HEAD
@@ -32,7 +33,7 @@ from tests.support.engines.model import (
     Version,
     Violation,
 )
-from tests.support.engines.soak import RunRecord
+from tests.support.engines.soak import RunRecord, soak
 
 
 @pytest.mark.soak
@@ -55,6 +56,15 @@ def test_soak_of_seconds_finds_nothing_and_prints_its_seed(tmp_path: Path) -> No
     (run,) = tmp_path.iterdir()
     assert json.loads((run / "run.json").read_text())["outcome"] == outcome
     assert {path.name for path in run.iterdir()} == {"run.json", "journal.jsonl"}
+
+
+def test_soak_makes_its_folder_or_says_why_not(tmp_path: Path) -> None:
+    words = ["--kills", "0", "--runs", str(tmp_path / "runs"), "--folder"]
+    done = CliRunner().invoke(soak, [*words, str(tmp_path / "new" / "folder")])
+    assert (done.exit_code, os.listdir(tmp_path / "new" / "folder")) == (0, []), done.output
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(soak, [*words, str(tmp_path / "file" / "folder")])
+    assert (done.exit_code, "not a directory" in done.output) == (2, True), done.output
 
 
 def test_soak_run_with_violation_keeps_seed_calls_and_store(tmp_path: Path) -> None:

@@ -32,7 +32,11 @@ from tests.support.engines.power_cut import WORKLOADS, explore, fail_each
 @click.command()
 @click.option("--kills", default=2000, show_default=True, help="children to kill")
 @click.option("--seed", type=int, help="of an earlier run, to do it again; by lot")
-@click.option("--folder", type=click.Path(path_type=Path), help="where stores are made; a temporary folder")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="where stores are made, created if missing; a temporary folder",
+)
 @click.option(
     "--runs",
     type=click.Path(path_type=Path),
@@ -51,6 +55,8 @@ def soak(
     if cost:
         click.echo(f"{min(timeit.repeat(_pass, number=1_000_000, repeat=5)) * 1000:.0f} ns a passing, unarmed")
         return
+    if folder is not None:
+        _make_folder(folder)
     if disk:
         _power_cuts(folder)
         return
@@ -73,6 +79,14 @@ def soak(
         sys.exit(1)
     missed = [point for point in chosen if not outcome.by_point.get(point)]
     click.echo(f"failpoints that killed no process: {', '.join(missed) or 'none'}")
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder for stores. Raises BadParameter."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise click.BadParameter(f'"{folder}": {(err.strerror or str(err)).lower()}', param_hint="--folder") from err
 
 
 class RunRecord:
