@@ -220,7 +220,7 @@ def test_server_away_for_a_while_only_costs_time(own: S3) -> None:
     [
         ({"url": "s3://no-such-bucket"}, "bucket no-such-bucket at http.*NoSuchBucket: make the bucket, or correct"),
         ({"secret_access_key": "wrong"}, "SignatureDoesNotMatch: check object_store.access_key_id and"),
-        ({"access_key_id": "nobody"}, "XAdminUserNotFound: check object_store.access_key_id and"),
+        ({"access_key_id": "unknown-key"}, "XAdminUserNotFound: check object_store.access_key_id and"),
         ({"access_key_id": None, "secret_access_key": None}, "no keys found: set object_store.access_key_id and"),
         ({"region": "eu-west-1"}, 'expecting "us-east-1"; correct object_store.region'),
         ({"endpoint": "http://127.0.0.1:9"}, "ConnectionRefused; nothing listens there: start the server, or correct"),

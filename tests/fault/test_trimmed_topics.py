@@ -80,7 +80,7 @@ def restored(pipeline: Pipeline, key: str) -> bytes:
 
 
 def first_offset(pipeline: Pipeline) -> int:
-    asking = consumer(pipeline.settings, "nobody", "test")
+    asking = consumer(pipeline.settings, "test-reader", "test")
     try:
         return asking.get_watermark_offsets(TopicPartition(FRAMES, 0), timeout=20)[0]
     finally:

@@ -310,7 +310,7 @@ def test_replay_marker_counts_as_no_lag(world: World) -> None:
 
 
 def _end(settings: Settings, full: str, partition: int) -> int:
-    asking = consumer(settings, "nobody", "test")
+    asking = consumer(settings, "test-reader", "test")
     try:
         return asking.get_watermark_offsets(TopicPartition(full, partition), timeout=20)[1]
     finally:

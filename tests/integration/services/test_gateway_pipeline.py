@@ -43,7 +43,7 @@ def pipeline(kafka: Any, redis: Any, tmp_path_factory: pytest.TempPathFactory) -
         "gateway": {"port": 0},
         "auth": {"tokens_file": str(tokens_file)},
     }
-    tokens.create(tokens_file, "nobody", ["read"])
+    tokens.create(tokens_file, "other-tenant", ["read"])
     with Pipeline(folder, config, services=FUSED) as made:
         yield made
         assert set(made.stop().values()) == {0}, made.logs()
@@ -511,7 +511,7 @@ def test_pipeline_overview_adds_up(client: httpx.Client, gateway: RunningGateway
     growth = client.get("/v1/growth").json()
     assert growth["points"][-1]["logical_bytes"] == stats["logical_bytes"]
     names = {row["tenant"] for row in client.get("/v1/tenants").json()["tenants"]}
-    assert {"default", "nobody"} <= names
+    assert {"default", "other-tenant"} <= names
     with httpx.Client(base_url=gateway.url, headers={"Origin": gateway.url}, timeout=60) as browser:
         assert browser.post("/login", data={"token": all_scopes}).status_code == 303
         for page in ("/", "/ui/blobs", "/ui/upkeep", "/ui/settings", "/ui/deleted"):

@@ -47,7 +47,7 @@ def pipeline(kafka: Any, redis: Any, tmp_path_factory: pytest.TempPathFactory) -
         "gateway": {"port": 0},
         "auth": {"tokens_file": str(tokens_file)},
     }
-    tokens.create(tokens_file, "nobody", ["read"])
+    tokens.create(tokens_file, "other-tenant", ["read"])
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap})
     admin.create_topics([NewTopic(USERS, 2, 1, config={"max.message.bytes": "9000000"})])[USERS].result(30)
     (folder / "objects" / "incoming").mkdir(parents=True)

@@ -151,7 +151,7 @@ def guarded_kafka(
 @pytest.fixture
 def pipeline(guarded_kafka: tuple[Kafka, str], redis: Any, key_prefix: str, tmp_path: Path) -> Pipeline:
     """Return a stopped pipeline whose processes log in as the users of the table."""
-    tokens.create(tmp_path / "tokens.json", "nobody", ["read"])
+    tokens.create(tmp_path / "tokens.json", "other-tenant", ["read"])
     config: dict[str, dict[str, object]] = {
         "kafka": {
             "bootstrap_servers": guarded_kafka[1],

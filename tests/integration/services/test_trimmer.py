@@ -158,7 +158,7 @@ def test_letter_of_a_message_in_memory_holds_no_record(world: World) -> None:
     (letter,) = list_letters(world.settings, source=full)
     assert (letter.omitted, letter.source) == (True, None)
     replay(world.settings, [letter.place])
-    reading = consumer(world.settings, "nobody", "test")
+    reading = consumer(world.settings, "test-reader", "test")
     reading.assign([TopicPartition(full, 0, RECORDS)])
     message = reading.poll(20)
     reading.close()
