@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -112,18 +113,14 @@ def run_drill(store: DrillStore, key: str, version: int, options: DrillOptions, 
     info = store.info(key, version)
     is_tree = info.metadata.get(CONTENT_TYPE) == CONTENT_TYPE_TREE
     tree_digest = None
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="nearkin-drill-", dir=options.temporary)
-    except OSError as err:
-        raise BadInput(f'temporary folder "{options.temporary or tempfile.gettempdir()}": {err.strerror}') from err
-    with folder as name:
+    with _temporary_folder(options.temporary) as folder:
         try:
             if is_tree:
                 tree = store.tree(key, info.version)
                 tree_digest = f"blake3:{tree.digest.hex()}"
-                _drill_tree(store, info, tree, Path(name), options, counts)
+                _drill_tree(store, info, tree, folder, options, counts)
             else:
-                _drill_blob(store, info, Path(name), options, counts)
+                _drill_blob(store, info, folder, options, counts)
         except Corrupt as err:
             counts.add_mismatch(b"", str(err))
     if not counts.files and not counts.mismatch_count and info.size_bytes and not is_tree:
@@ -156,6 +153,47 @@ def run_drill(store: DrillStore, key: str, version: int, options: DrillOptions, 
         "mismatches": counts.mismatches,
         "passed": not counts.mismatch_count,
     }
+
+
+@contextmanager
+def _temporary_folder(parent: Path | None) -> Iterator[Path]:
+    """Yield a folder that is removed afterwards. Raises BadInput."""
+    try:
+        name = tempfile.mkdtemp(prefix="nearkin-drill-", dir=parent)
+    except OSError as err:
+        raise BadInput(f'temporary folder "{parent or tempfile.gettempdir()}": {err.strerror}') from err
+    try:
+        yield Path(name)
+    finally:
+        try:
+            _remove_folder(os.fsencode(name))
+        except OSError as err:
+            raise BadInput(f'temporary folder "{name}": cannot be removed: {err.strerror}; remove it') from err
+
+
+def _remove_folder(folder: bytes) -> None:
+    """Delete a folder, however deep its content is: folders in folders are moved up first.
+
+    `shutil.rmtree` recurses, and fails at some 300 levels. Raises OSError.
+    """
+    prefix, moved = secrets.token_hex(8).encode(), 0
+    while names := os.listdir(folder):
+        for name in names:
+            path = os.path.join(folder, name)
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
+                os.unlink(path)
+                continue
+            os.chmod(path, 0o700)
+            for below in os.listdir(path):
+                inner = os.path.join(path, below)
+                if stat.S_ISDIR(os.lstat(inner).st_mode):
+                    os.chmod(inner, 0o700)  # a user may not move a folder that is not writable
+                    os.rename(inner, os.path.join(folder, b"%s-%d" % (prefix, moved)))
+                    moved += 1
+                else:
+                    os.unlink(inner)
+            os.rmdir(path)
+    os.rmdir(folder)
 
 
 # --- trees -----------------------------------------------------------------------------------------------------------

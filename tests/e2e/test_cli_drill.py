@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from nearkin import open_store
 from tests.support.checks.commands import InProcess, assert_refused
+from tests.support.data.archives import archive_of, member
 from tests.support.data.stores import SMALL, settings
 
 
@@ -201,3 +204,14 @@ def test_wrong_usage_is_refused(store: Path, tmp_path: Path, call: InProcess) ->
         (("home@9",), 4, "version 9"),
     ):
         assert_refused(call("--store", store, "drill", *arguments), code, reason)
+
+
+def test_drill_of_deep_folders_leaves_nothing_behind(store: Path, tmp_path: Path, call: InProcess) -> None:
+    """1,500 levels, which `shutil.rmtree` cannot remove, and paths longer than the kernel takes."""
+    archive = archive_of([("d/" * 1500 + "file", b"deep"), (member("d/d/no entry", type=tarfile.DIRTYPE, mode=0), b"")])
+    with open_store(store) as opened:
+        opened.import_tar("deep", io.BytesIO(archive))
+    (tmp_path / "tmp").mkdir()
+    done = call("--store", store, "drill", "deep", "--all", "--temporary", tmp_path / "tmp")
+    assert (done.returncode, report_of(done)["files"], report_of(done)["passed"]) == (0, 1, True)
+    assert os.listdir(tmp_path / "tmp") == []
