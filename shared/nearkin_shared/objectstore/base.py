@@ -149,6 +149,8 @@ def check_tenant(objects: ObjectStore, tenant: str) -> None:
         objects.check_tenant(tenant)
 
 
+DESCRIPTOR = "nearkin.json"
+"""An object that every store has. Where it is missing, so is the folder: a disk that is not mounted, for example."""
 FOLDER_LOCKS = 64
 TOGETHER_BYTES_MAX = 256 * KIB
 """Of ranges that are read together: all of them stay in memory for as long as one does."""
@@ -183,6 +185,8 @@ class LocalObjectStore:
         # A thread must not take a folder for durable that another has only just made; striped, since a sync takes 1 ms.
         self._folders = tuple(threading.Lock() for _ in range(FOLDER_LOCKS))
         self._client: ObstoreObjectStore | None = None
+        self._has_descriptor = False
+        """Whether the descriptor was read once: no other object is missing alone if it is missing now."""
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (name, size in bytes) below the folder `prefix`, in no order.
@@ -389,10 +393,15 @@ class LocalObjectStore:
                 status = os.fstat(descriptor)
                 if not stat.S_ISREG(status.st_mode):
                     raise FileNotFoundError(errno.ENOENT, "is no file")
+                self._has_descriptor |= name == DESCRIPTOR
                 yield descriptor, status.st_size
             finally:
                 os.close(descriptor)
         except FileNotFoundError as err:
+            if self._has_descriptor and name != DESCRIPTOR and not os.path.lexists(self._root / DESCRIPTOR):
+                raise StoreUnavailable(
+                    f"store {self._root}: its {DESCRIPTOR} is gone since it was opened; mount its disk again"
+                ) from err
             raise NotFound(f"{name}: no such object") from err
         except OSError as err:
             if err.errno == errno.ELOOP and (self._root / name).is_symlink():
