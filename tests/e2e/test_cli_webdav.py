@@ -22,6 +22,7 @@ import pytest
 
 from nearkin import open_store
 from tests.support.checks.commands import InProcess, assert_refused, command, environment
+from tests.support.data.archives import archive_of, sparse_member
 from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 
 PASSWORD = "correct horse battery"
@@ -266,3 +267,62 @@ def test_damaged_content_breaks_the_connection(source: Path, tmp_path: Path) -> 
             with pytest.raises(httpx.RemoteProtocolError):
                 httpx.get(url + path)
         assert httpx.get(url + "home/1/small.txt").content == b"small"
+
+
+def answer_of(url: str, request: bytes) -> bytes:
+    """Return the first line of the answer to a request that no client library would send."""
+    parts = httpx.URL(url)
+    with socket.create_connection((parts.host, parts.port or 80), 30) as connection:
+        connection.sendall(request + b"\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return connection.makefile("rb").readline().strip()
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET /home/kim/1/bytes%20%ff HTTP/1.1", b"404 Not Found"),
+        (b"PROPFIND /home/kim/1/%ff/x HTTP/1.1", b"404 Not Found"),
+        (b"GET /home/kim/1/%ff?archive=tar HTTP/1.1", b"404 Not Found"),
+        (b"GET * HTTP/1.1", b"400 Bad Request"),
+        (b"OPTIONS * HTTP/1.1", b"200 OK"),
+    ],
+)
+def test_every_path_has_an_answer(url: str, request_line: bytes, status: bytes) -> None:
+    """Paths that are not UTF-8 ended the connection without one."""
+    assert answer_of(url, request_line) == b"HTTP/1.1 " + status
+
+
+def test_endless_holes_are_refused(tmp_path: Path) -> None:
+    """A file of 16 TiB from an archive of 2 KB: ranges and tar are served, 16 TiB of zeros are not."""
+    size = 16 << 40
+    archive = archive_of([sparse_member("huge", size, ((size - 4, 4),), b"tail"), ("small", b"1")])
+    with open_store(tmp_path / "store", create=True) as store:
+        store.import_tar("home", io.BytesIO(archive))
+    with served("--store", tmp_path / "store") as url:
+        answer = httpx.get(url + "home/1/huge")
+        assert (answer.status_code, "1,099,511,627,776 at most" in answer.text) == (403, True)
+        assert "request a range" in answer.text
+        too_long = httpx.get(url + "home/1/huge", headers={"Range": "bytes=1-1199511627776"})
+        assert too_long.status_code == 403
+        part = httpx.get(url + "home/1/huge", headers={"Range": "bytes=5-2000004"})
+        assert (part.status_code, part.content) == (206, bytes(2_000_000))
+        assert httpx.get(url + "home/1/huge", headers={"Range": "bytes=-6"}).content == b"\0\0tail"
+        refused = httpx.get(url + "home/1/?archive=zip")
+        assert (refused.status_code, "download as tar" in refused.text) == (403, True)
+        assert httpx.get(url + "home/1/huge?archive=zip").status_code == 403
+        with tarfile.open(fileobj=io.BytesIO(httpx.get(url + "home/1/?archive=tar").content)) as found:
+            assert sorted(found.getnames()) == [".", "huge", "small"]
+        assert httpx.get(url + "home/1/small?archive=zip").status_code == 200
+
+
+def test_store_that_vanishes_is_not_an_empty_one(source: Path, tmp_path: Path) -> None:
+    """An unmounted disk is an error, never a file or a version that does not exist (I10)."""
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [source])
+    with served("--store", tmp_path / "store") as url:
+        assert httpx.get(url + "home/1/small.txt").content == b"small"
+        (tmp_path / "store").rename(tmp_path / "elsewhere")
+        for path in ("home/1/large.bin", "home/1/?archive=tar"):
+            assert httpx.get(url + path).status_code == 500
+        (tmp_path / "elsewhere").rename(tmp_path / "store")
+        assert httpx.get(url + "home/1/large.bin").content == (source / "large.bin").read_bytes()

@@ -474,7 +474,8 @@ class MountedFile:
         stop = min(offset + size, self._size)
         pieces, position = list[bytes](), offset
         number = max(0, bisect_right(self._extents, offset, key=lambda extent: extent[0]) - 1)
-        for at, (start, length) in enumerate(self._extents[number:], number):
+        for at in range(number, len(self._extents)):
+            start, length = self._extents[at]
             if start >= stop:
                 break
             first, last = max(start, position), min(start + length, stop)

@@ -37,7 +37,7 @@ def read_content(contents: io.RawIOBase, placed: PlacedEntry) -> Iterator[bytes]
         yield piece
 
 
-def read_file(contents: io.RawIOBase, placed: PlacedEntry) -> Iterator[bytes]:
+def read_file(contents: io.RawIOBase, placed: PlacedEntry) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a file as a reader of the file system sees them: holes are zeros.
 
     Raises Corrupt as `read_content` does.
@@ -46,12 +46,12 @@ def read_file(contents: io.RawIOBase, placed: PlacedEntry) -> Iterator[bytes]:
     if placed.entry.extents is None:
         yield from pieces
         return
-    position, piece = 0, b""
+    position, piece = 0, memoryview(b"")  # a slice of bytes would copy the rest for each extent
     for offset, length in placed.entry.extents:
         yield from _zeros(offset - position)
         left = length
         while left:
-            piece = piece or next(pieces)
+            piece = piece or memoryview(next(pieces))
             yield piece[:left]
             piece, left = piece[left:], left - min(left, len(piece))
         position = offset + length

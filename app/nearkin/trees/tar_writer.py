@@ -177,14 +177,14 @@ class _PieceFile:
     """Pieces as a file to read from."""
 
     def __init__(self, head: bytes, pieces: Iterator[bytes]) -> None:
-        self._held = head
+        self._held = memoryview(head)  # a slice of bytes would copy the rest at each read of 16 KiB
         self._pieces = pieces
 
     def read(self, size: int) -> bytes:
         """Return `size` bytes, fewer only at the end."""
-        parts, left = list[bytes](), size
+        parts, left = list[memoryview](), size
         while left:
-            piece = self._held or next(self._pieces, b"")
+            piece = self._held or memoryview(next(self._pieces, b""))
             if not piece:
                 break
             parts.append(piece[:left])

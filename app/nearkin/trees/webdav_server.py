@@ -1,6 +1,6 @@
 """Serve a store by WebDAV, read-only: the folders and files of `nearkin mount`.
 
-    cheroot -> host check -> authentication -> ?archive= -> HTML listing -> WebDAV
+    cheroot -> path check -> host check -> authentication -> ?archive= -> HTML listing -> WebDAV
 
 WebDAV has no symlinks: `latest` and times are folders, a symlink to a file of its own tree is that file, and other
 symlinks, devices, FIFOs and names that are not UTF-8 are not shown. Archives contain all of them.
@@ -56,6 +56,8 @@ THREADS = 10
 REQUEST_BODY_MAX, REQUEST_HEADERS_MAX = 1 << 20, 64 << 10
 TIMEOUT_SECONDS = 60
 READ_BYTES = 1 << 20
+HOLE_BYTES_MAX = 1 << 40
+"""Zeros of holes in one answer, which take minutes at the speed of memory; a file with holes may have 8 EiB."""
 ARCHIVES = {"tar": "application/x-tar", "zip": "application/zip"}
 _SECOND_NS = 1_000_000_000
 _PAGE_HEADERS = (("X-Content-Type-Options", "nosniff"), ("Content-Security-Policy", "sandbox"))
@@ -239,6 +241,13 @@ class _File(DAVNonCollection):  # type: ignore[misc]  # the library has no types
         return True
 
     def finalize_headers(self, _environ: Environ, response_headers: list[tuple[str, str]]) -> None:
+        answer_bytes = int(dict(response_headers)["Content-Length"])
+        if answer_bytes - self._status.st_blocks * 512 > HOLE_BYTES_MAX:
+            raise DAVError(
+                HTTP_FORBIDDEN,
+                f"{answer_bytes:,} bytes, nearly all of them holes, {HOLE_BYTES_MAX:,} at most: request a range, or "
+                "?archive=tar, which has no bytes for holes",
+            )
         response_headers.extend(_PAGE_HEADERS)
 
 
@@ -413,6 +422,31 @@ class _Authenticator(HTTPAuthenticator):  # type: ignore[misc]  # the library ha
         return super().handle_basic_auth_request(environ, start_response)
 
 
+def _refuse(start_response: StartResponse, status: str, reason: bytes) -> Iterable[bytes]:
+    body = reason + b"\n"
+    start_response(status, [("Content-Type", "text/plain"), ("Content-Length", str(len(body)))])
+    return [body]
+
+
+class _PathCheck:
+    """Refuses paths on which the library fails, so that the connection would end without an answer."""
+
+    def __init__(self, next_app: Callable[[Environ, StartResponse], Iterable[bytes]]) -> None:
+        self._next_app = next_app
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        try:
+            path.encode("latin-1").decode()
+        except UnicodeError:
+            return _refuse(
+                start_response, "404 Not Found", b"names that are not UTF-8 are not shown; ?archive=tar has them"
+            )
+        if not path.startswith("/") and (path, environ["REQUEST_METHOD"]) != ("*", "OPTIONS"):
+            return _refuse(start_response, "400 Bad Request", b"the path begins with no slash")
+        return self._next_app(environ, start_response)
+
+
 class _HostCheck:
     """Refuses other host names where no password is set.
 
@@ -426,9 +460,7 @@ class _HostCheck:
         host = environ.get("HTTP_HOST", "")
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         if not _is_loopback(name.strip("[]")):
-            body = b"this server answers to localhost and 127.0.0.1 alone\n"
-            start_response("403 Forbidden", [("Content-Type", "text/plain"), ("Content-Length", str(len(body)))])
-            return [body]
+            return _refuse(start_response, "403 Forbidden", b"this server answers to localhost and 127.0.0.1 alone")
         return self._next_app(environ, start_response)
 
 
@@ -471,7 +503,7 @@ def webdav_app(store: MountableStore, options: WebdavOptions) -> Callable[[Envir
             "suppress_version_info": True,
         }
     )
-    return app if options.password is not None else _HostCheck(app)
+    return _PathCheck(app if options.password is not None else _HostCheck(app))
 
 
 def serve_webdav(store: MountableStore, options: WebdavOptions, on_listen: Callable[[str], None]) -> None:

@@ -13,7 +13,6 @@ import stat
 import time
 import zipfile
 from collections.abc import Iterator
-from itertools import islice
 from typing import BinaryIO
 
 from nearkin.trees.stored_content import read_file
@@ -23,6 +22,8 @@ from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
 ENTRIES_MAX = 100_000
 """Members of an archive: their list, at the end, is held in memory, 1 KB each."""
+EXPANDED_BYTES_MAX = 1 << 40
+"""Content of an archive with holes as zeros and a copy for each hard link: a version of 1 KB may have more."""
 _TYPES = {EntryKind.FILE: stat.S_IFREG, EntryKind.FOLDER: stat.S_IFDIR, EntryKind.SYMLINK: stat.S_IFLNK}
 _FIRST_SECOND, _LAST_SECOND = 315_532_800, 4_354_819_198
 """1980 to 2107, the times that a zip archive can have."""
@@ -30,11 +31,20 @@ _UNIX, _FOLDER_ATTRIBUTE = 3, 0x10
 
 
 def check_zip_size(tree: TreeReader, path: bytes) -> None:
-    """Raise BadInput for a folder with too many entries, NotFound for a path without entry."""
-    if path:
-        tree.find(path)
-    if next(islice(tree.below(path), ENTRIES_MAX, None), None) is not None:
-        raise BadInput(f"zip: more than {ENTRIES_MAX:,} entries; download the folder as tar")
+    """Raise BadInput for a folder with too many entries or bytes, NotFound for a path without entry."""
+    single = tree.find(path) if path else None
+    is_folder = single is None or single.entry.kind == EntryKind.FOLDER
+    expanded_bytes = 0
+    for number, placed in enumerate(tree.below(path) if is_folder or single is None else (single,)):
+        if number >= ENTRIES_MAX:
+            raise BadInput(f"zip: more than {ENTRIES_MAX:,} entries; download the folder as tar")
+        if placed.entry.kind in (EntryKind.FILE, EntryKind.HARD_LINK):
+            content = tree.content_of(placed).entry
+            expanded_bytes += content.size if content.kind == EntryKind.FILE else 0
+        if expanded_bytes > EXPANDED_BYTES_MAX:
+            raise BadInput(
+                f"zip: more than {EXPANDED_BYTES_MAX:,} bytes with holes and copies of hard links; download as tar"
+            )
 
 
 def write_zip(tree: TreeReader, contents: io.RawIOBase, path: bytes, output: BinaryIO) -> None:
