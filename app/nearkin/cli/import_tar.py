@@ -54,8 +54,8 @@ def import_tar(key: str, archive: str, tags: tuple[str, ...], meta: tuple[str, .
 
     Leading slashes of names are removed. A member is left out and named, and the exit code is 3, if its name has a ..,
     a part above 255 bytes or more than 4,096 bytes; if it is below a member that is no folder, such as a symlink; if
-    it would replace a folder with content; or if it is a hard link to a member that is not before it. Of several
-    members of one name the last counts.
+    it would replace a folder with content; if it is a hard link to a member that is not before it; or if it has more
+    than 16 TiB with its holes. Of several members of one name the last counts.
 
     An archive that is damaged or cut short is refused with exit code 2, and nothing is stored. A stream and a
     compressed archive are unpacked into a temporary file first.

@@ -51,9 +51,10 @@ def webdav(
     7 of KEY: a folder for a tree, a file for a version of put; /KEY/latest and /KEY/2026-11-28T10:15:00Z are the same
     by name and time. New versions appear within 10 seconds.
 
-    Ranges of files can be read. ?archive=tar or ?archive=zip on a version, folder or file of a tree is its archive: tar
-    has everything, as of `nearkin export`; zip has up to 100,000 files, folders and symlinks. WebDAV shows a symlink
-    to a file of its tree as that file. It does not show other symlinks, devices, FIFOs, and names that are not UTF-8.
+    Ranges of files can be read; one with more than 1 TiB of holes is refused. ?archive=tar or ?archive=zip on a
+    version, folder or file of a tree is its archive: tar has everything, as of `nearkin export`; zip has up to 100,000
+    files, folders and symlinks, and up to 1 TiB. WebDAV shows a symlink to a file of its tree as that file. It does not
+    show other symlinks, devices, FIFOs, and names that are not UTF-8.
 
     Without --password-file every user of this machine can read the store, and an address other than loopback is
     refused. A password without TLS can be read on the network. Damaged content breaks the connection.

@@ -10,11 +10,15 @@ from __future__ import annotations
 import io
 import os
 import re
+import sys
 import tarfile
 from base64 import b64decode
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, NamedTuple, cast
+from struct import Struct
+from typing import BinaryIO, NamedTuple, Self, cast
 from urllib.parse import unquote_to_bytes
+
+import numpy as np
 
 from nearkin.trees.tar_acl import encode_acl
 from nearkin_shared.errors import BadInput
@@ -26,6 +30,9 @@ GLOBAL_BYTES_MAX = 64 << 10
 """Records of all global headers: the library keeps them, and copies them for each member."""
 SPARSE_BYTES_MAX = 16 << 40
 """Size of a file with holes: the largest file of ext4. An archive of 2 KB could name 8 EiB, which no reader can end."""
+DIGIT_STEPS_MAX = 100_000_000
+"""Of the library's search in PAX records, the square of each run of digits (CVE-2024-6232): 0.1 s."""
+SEARCHES_SLOWLY = sys.version_info < (3, 11, 10) or (3, 12) <= sys.version_info < (3, 12, 6)
 PATH_MAX = 4096
 LINK_TARGET_MAX = 4095
 XATTR_VALUE_MAX = 65_536
@@ -50,6 +57,13 @@ _KINDS = {
     tarfile.BLKTYPE: EntryKind.BLOCK_DEVICE,
 }
 _LABEL = b"V"
+_TEXTS = Struct("100s56xc100s8x32s32s16x155s12x")
+"""Name, type, link, user, group, prefix."""
+_NUMBERS = Struct("100x8s8s8s12s12s8s173x8s8s167x")
+"""Mode, owner, group, bytes, mtime, checksum, device."""
+assert _TEXTS.size == _NUMBERS.size == BLOCK_BYTES
+_UNUSUAL_TYPES = frozenset(tarfile.GNUTYPE_SPARSE + tarfile.GNUTYPE_LONGNAME + tarfile.GNUTYPE_LONGLINK)
+"""Whose fields differ."""
 _ACLS = {"SCHILY.acl.access": b"system.posix_acl_access", "SCHILY.acl.default": b"system.posix_acl_default"}
 _MALFORMED = (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError, TypeError)
 
@@ -93,6 +107,7 @@ def read_members(
     try:
         archive = tarfile.TarFile(
             fileobj=headers,  # type: ignore[arg-type]  # it has the methods that are called
+            tarinfo=_Header,
             encoding="utf-8",
             errors="surrogateescape",
         )
@@ -350,6 +365,37 @@ def _check_end(headers: _HeaderFile, position: int, name: str) -> None:
         headers.restore_budget()
 
 
+class _Header(tarfile.TarInfo):
+    """A header; the library's parser, which takes most of the time of an import, reads unusual ones."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Return a header. Raises as the library's method does."""
+        if len(buf) != BLOCK_BYTES or buf[156] in _UNUSUAL_TYPES:
+            return super().frombuf(buf, encoding, errors)
+        texts, numbers = _TEXTS.unpack(buf), _NUMBERS.unpack(buf)
+        try:
+            mode, uid, gid, size, mtime, checksum, major, minor = [
+                int(text.rstrip(b" \0") or b"0", 8) for text in numbers
+            ]
+        except ValueError:  # above eight octal digits, or damaged
+            return super().frombuf(buf, encoding, errors)
+        if sum(buf) - sum(buf[148:156]) + 256 != checksum or min(mode, uid, gid, size, mtime, major, minor) < 0:
+            return super().frombuf(buf, encoding, errors)
+        name, kind, link, user, group, prefix = [text.partition(b"\0")[0] for text in texts]
+        info = cls(name.decode(encoding, errors))
+        info.mode, info.uid, info.gid, info.size, info.mtime, info.chksum = mode, uid, gid, size, mtime, checksum
+        info.devmajor, info.devminor, info.type = major, minor, kind or tarfile.AREGTYPE
+        info.linkname, info.uname, info.gname = (text.decode(encoding, errors) for text in (link, user, group))
+        if info.type == tarfile.AREGTYPE and info.name.endswith("/"):
+            info.type = tarfile.DIRTYPE
+        if info.type == tarfile.DIRTYPE:
+            info.name = info.name.rstrip("/")
+        if prefix:
+            info.name = f"{prefix.decode(encoding, errors)}/{info.name}"
+        return info
+
+
 class _HeaderFile:
     """The file that the library reads headers from, a bounded number of bytes for one member."""
 
@@ -357,7 +403,7 @@ class _HeaderFile:
         self._file = file
         self._left = HEADER_BYTES_MAX
         self.size_bytes = file.seek(0, io.SEEK_END)
-        file.seek(0)
+        self._position = file.seek(0)
 
     def restore_budget(self) -> None:
         """Begin the next member."""
@@ -368,14 +414,31 @@ class _HeaderFile:
         if not 0 <= size <= self._left:
             raise tarfile.ReadError(f"headers of more than {HEADER_BYTES_MAX:,} bytes")
         self._left -= size
-        return self._file.read(size)
+        data = self._file.read(size)
+        self._position += len(data)
+        if SEARCHES_SLOWLY and size > BLOCK_BYTES:
+            _check_digits(data)
+        return data
 
     def seek(self, position: int) -> int:
         """Set the position. Raises ReadError."""
         if not 0 <= position <= self.size_bytes + BLOCK_BYTES:
             raise tarfile.ReadError(f"cut short: a member ends at byte {position:,} of {self.size_bytes:,}")
-        return self._file.seek(position)
+        self._position = self._file.seek(position)
+        return position
 
     def tell(self) -> int:
         """Return the position."""
-        return self._file.tell()
+        return self._position
+
+
+def _check_digits(data: bytes) -> None:
+    """Refuse headers in which a search would take minutes. Raises ReadError."""
+    values = np.frombuffer(data, np.uint8)
+    others = np.flatnonzero((values < ord("0")) | (values > ord("9")))
+    runs = np.diff(others, prepend=-1, append=len(values)).astype(np.float64) - 1
+    if float(runs @ runs) > DIGIT_STEPS_MAX:
+        raise tarfile.ReadError(
+            f"headers with {int(runs.max()):,} digits in a row, which this release of Python reads too slowly; "
+            "3.11.10, 3.12.6 and later read them"
+        )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 import os
 import tarfile
-from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
 from nearkin.store import Store, open_store
-from nearkin.trees import tar_import, tar_index, tar_spool
+from nearkin.trees import tar_import, tar_index, tar_members, tar_spool
 from nearkin.trees.tar_import import ImportCounts
 from nearkin.trees.tar_members import GLOBAL_BYTES_MAX, SPARSE_BYTES_MAX
 from nearkin.trees.tar_writer import read_file
@@ -119,7 +120,7 @@ def test_list_of_members_leaves_room_on_its_device(store: Store, monkeypatch: py
     archive = Path(store.root).with_name("t.tar")
     archive.write_bytes(data)
     status = os.statvfs(store.root)
-    full = namedtuple("full", ("f_bavail", "f_blocks"))(status.f_blocks // tar_spool.FREE_SHARE - 1, status.f_blocks)
+    full = SimpleNamespace(f_bavail=status.f_blocks // tar_spool.FREE_SHARE - 1, f_blocks=status.f_blocks)
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     with pytest.raises(NoRoom, match=r"list of members does not fit: its device is nearly full; .*--temporary"):
         store.import_tar("key", archive)
@@ -136,3 +137,53 @@ def test_many_extents_are_read_without_copies(store: Store) -> None:
         pieces = [piece for piece in read_file(contents, tree.find(b"many")) if piece != b"\0"]
     assert len(pieces) == count
     assert len({id(memoryview(piece).obj) for piece in pieces}) == 1
+
+
+@pytest.mark.skipif(not tar_members.SEARCHES_SLOWLY, reason="this release of Python has no such search")
+def test_long_digits_in_a_header_are_refused(store: Store) -> None:
+    """The library's search takes the square of them: 8 MB of digits would take a day."""
+    data = archive_of([(member("a", pax_headers={"comment": "1" * 9_000, "x": "2" * 100}), b"1")])
+    assert len(imported(store, data)[0]) == 2
+    data = archive_of([(member("a", pax_headers={"comment": "1" * 20_000}), b"1")])
+    with pytest.raises(BadInput, match="headers with 20,000 digits in a row"):
+        store.import_tar("key", io.BytesIO(data))
+
+
+_HEADERS = [
+    member("plain"),
+    member("d/" * 60 + "long name in the prefix"),
+    member("folder", type=tarfile.DIRTYPE),
+    member("old folder/", type=tarfile.AREGTYPE),
+    member("link", type=tarfile.LNKTYPE, linkname="plain"),
+    member("device", type=tarfile.CHRTYPE, devmajor=8, devminor=1),
+    member("named", uname="kïm", gname="\udcff", uid=0o7777777, size=0o77777777777, mtime=0o77777777777),
+    member("large numbers", uid=1 << 40, size=1 << 50),
+    member("negative time", mtime=-5),
+]
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT])
+@pytest.mark.parametrize("head", _HEADERS, ids=lambda head: head.name[:20])
+def test_header_is_read_as_the_library_reads_it(head: tarfile.TarInfo, format: Literal[0, 1]) -> None:
+    """Headers of every kind, whole and with each byte changed."""
+    try:
+        block = head.tobuf(format, "utf-8", "surrogateescape")[-512:]
+    except ValueError:
+        pytest.skip("the format has no such header")
+    for place in (None, *range(512)):
+        changed = bytearray(block)
+        if place is not None:
+            changed[place] ^= 0x10
+            checksum = sum(changed[:148]) + 256 + sum(changed[156:])
+            if not 148 <= place < 156:
+                changed[148:156] = b"%06o\0 " % checksum
+        assert parsed(tar_members._Header, changed) == parsed(tarfile.TarInfo, changed), place
+
+
+def parsed(kind: type[tarfile.TarInfo], block: bytes | bytearray) -> object:
+    """Return the fields of a header, or the kind of the error."""
+    try:
+        info = kind.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.TarError as err:
+        return type(err)
+    return {name: getattr(info, name, None) for name in tarfile.TarInfo.__slots__ if not name.startswith("_")}
