@@ -248,7 +248,10 @@ def _real_size(info: tarfile.TarInfo) -> int:
 
 
 def _file_size(info: tarfile.TarInfo) -> tuple[int, tuple[tuple[int, int], ...] | None]:
-    """Return the size of a file, and its extents if it has holes. Raises ReadError, UnusableMember."""
+    """Return the size of a file, and its extents if it has holes.
+
+    Raises ReadError, UnusableMember.
+    """
     size = _real_size(info)
     if not 0 <= size <= _I64_MAX:
         raise tarfile.ReadError(f"{info.name!r:.200} has {size} bytes")
@@ -366,7 +369,10 @@ def _check_end(headers: _HeaderFile, position: int, name: str) -> None:
 
 
 class _Header(tarfile.TarInfo):
-    """A header; the library's parser, which takes most of the time of an import, reads unusual ones."""
+    """A header; the library's parser reads unusual ones.
+
+    It takes most of the time of an import.
+    """
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:

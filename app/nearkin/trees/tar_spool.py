@@ -149,7 +149,10 @@ def _copy(pieces: Iterator[bytes], spool: IO[bytes], name: str) -> None:
 
 
 def has_room(folder: str | int) -> bool:
-    """Return whether the device of a folder, or of an open file, has FREE_SHARE of its blocks free."""
+    """Return whether a device has FREE_SHARE of its blocks free.
+
+    `folder`: one on the device, or an open file.
+    """
     device = os.statvfs(folder)
     return device.f_bavail * FREE_SHARE >= device.f_blocks
 

@@ -429,7 +429,10 @@ def _refuse(start_response: StartResponse, status: str, reason: bytes) -> Iterab
 
 
 class _PathCheck:
-    """Refuses paths on which the library fails, so that the connection would end without an answer."""
+    """Refuses paths on which the library fails.
+
+    The connection would end without an answer.
+    """
 
     def __init__(self, next_app: Callable[[Environ, StartResponse], Iterable[bytes]]) -> None:
         self._next_app = next_app

@@ -31,7 +31,10 @@ _UNIX, _FOLDER_ATTRIBUTE = 3, 0x10
 
 
 def check_zip_size(tree: TreeReader, path: bytes) -> None:
-    """Raise BadInput for a folder with too many entries or bytes, NotFound for a path without entry."""
+    """Raise BadInput for a folder with too many entries or bytes.
+
+    Raises NotFound for a path without entry.
+    """
     single = tree.find(path) if path else None
     is_folder = single is None or single.entry.kind == EntryKind.FOLDER
     expanded_bytes = 0
