@@ -400,7 +400,7 @@ class LocalObjectStore:
         except FileNotFoundError as err:
             if self._has_descriptor and name != DESCRIPTOR and not os.path.lexists(self._root / DESCRIPTOR):
                 raise StoreUnavailable(
-                    f"store {self._root}: its {DESCRIPTOR} is gone since it was opened; mount its disk again"
+                    f"store {self._root}: its {DESCRIPTOR}, read before, is missing now; mount its disk again"
                 ) from err
             raise NotFound(f"{name}: no such object") from err
         except OSError as err:

@@ -14,9 +14,9 @@ import pytest
 
 from nearkin.store import Store, open_store
 from nearkin.trees import tar_import, tar_index, tar_members, tar_spool
+from nearkin.trees.stored_content import read_file
 from nearkin.trees.tar_import import ImportCounts
 from nearkin.trees.tar_members import GLOBAL_BYTES_MAX, SPARSE_BYTES_MAX
-from nearkin.trees.tar_writer import read_file
 from nearkin.trees.tree_sinks import StreamSink
 from nearkin.trees.tree_writer import SIZE_BYTES_MAX, OwnerNames, TreeWriter
 from nearkin_shared.errors import BadInput, NoRoom
