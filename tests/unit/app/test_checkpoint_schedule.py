@@ -45,14 +45,14 @@ def test_loss_is_below_a_tenth_with_the_slowest_disk() -> None:
         if backup.read_bytes >= FIRST + 2 * checkpoint_schedule.CHECKPOINT_BYTES_MIN:
             assert lost < max(backup.read_bytes / 10, 2 * checkpoint_schedule.CHECKPOINT_BYTES_MIN), backup.read_bytes
     assert backup.made[0] == FIRST
-    assert len(backup.made) < 120
+    assert len(backup.made) < 80
 
 
 def test_continued_run_counts_bytes_of_killed_ones() -> None:
     backup = Backup(earlier_bytes=2400 << 20)
-    for _ in range(220):
+    for _ in range(340):
         backup.read()
-    assert backup.made == [105 << 20, 214 << 20], "1/24 of 2,505 MiB, then of 2,614"
+    assert backup.made == [160 << 20, 331 << 20], "1/16 of 2,560 MiB, then of 2,731"
 
 
 def test_many_entries_make_checkpoints_rare() -> None:
