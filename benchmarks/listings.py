@@ -91,11 +91,11 @@ def list_all(client: httpx.Client, keys: int) -> float:
 def _services(folder: Path) -> Iterator[dict[str, str]]:
     """Fill Redis from the store's objects and restart it; yield the variables of a gateway that uses it."""
     with RedisServer(folder / "redis", "--appendonly", "yes") as server:
-        _fill_redis(folder / "store", server.url)
+        fill_redis(folder / "store", server.url, PREFIX)
         server.stop()
         server.start()
-        _fill_redis(
-            folder / "store", server.url
+        fill_redis(
+            folder / "store", server.url, PREFIX
         )  # as the maintenance service does after a restart: it checks what Redis kept
         with shared_kafka(folder / "kafka", os.getpid()) as bootstrap:
             yield {
@@ -107,9 +107,10 @@ def _services(folder: Path) -> Iterator[dict[str, str]]:
             }
 
 
-def _fill_redis(root: Path, url: str) -> None:
+def fill_redis(root: Path, url: str, prefix: str) -> None:
+    """Build the index of a local store in Redis."""
     with open_store(root) as store:
-        index = RedisIndex(RedisSettings(url=url, prefix=PREFIX), store._fingerprinter.domain)
+        index = RedisIndex(RedisSettings(url=url, prefix=prefix), store._fingerprinter.domain)
         try:
             tenants = DomainOwners(store._fingerprinters, [store.settings.tenant], store._manifests)
             Rebuilder(

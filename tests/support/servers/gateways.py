@@ -125,18 +125,22 @@ def _running(settings: Settings) -> Iterator[RunningGateway]:
 
 @contextmanager
 def process(
-    environment: Mapping[str, str], folder: Path, *arguments: str
+    environment: Mapping[str, str], folder: Path, *arguments: str, python: str = sys.executable
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Run `python -m nearkin.workers.gateway` in a process of its own; yield it and its URL."""
+    """Run `python -m nearkin.workers.gateway` in a process of its own; yield it and its URL.
+
+    `python`: another interpreter runs the code of its own environment.
+    """
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)} if python == sys.executable else {}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = (folder / "gateway.log").open("wb")
     child = subprocess.Popen(
-        [sys.executable, "-m", "nearkin.workers.gateway", *arguments],
+        [python, "-m", "nearkin.workers.gateway", *arguments],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
+            **path,
             "NEARKIN_GATEWAY__PORT": str(port),
             "NEARKIN_STORAGE__CREATE": "true",
             **environment,
