@@ -22,7 +22,7 @@ from typing import Protocol
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import BadInput, Corrupt, NotFound, StoreUnavailable
 from nearkin_shared.explain import explain
-from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.index.catalog import CatalogEntry
@@ -41,8 +41,7 @@ from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.validation import check_key, is_listed_key
 
 TENANTS_OPEN_MAX = 8
-"""Tenants whose containers are cached; each has 48 MiB of directories and its share of restore.cache_bytes."""
-BLOCK_CACHE_BYTES_MIN = 8 * 1024 * 1024
+"""Tenants whose fingerprinters are kept; all read through the same caches of directories and of decoded blocks."""
 STATS_SECONDS = 2.0
 """Sums are made again after this long at the earliest: they read all of an index."""
 STATS_SHARE = 0.05
@@ -141,7 +140,8 @@ class VersionCatalog:
         self._summing = threading.Lock()
         """Held while sums are made: they list every container, and many may ask at once."""
         self._readers = ThreadPoolExecutor(READERS, "nearkin-catalogue")
-        self._cache_bytes = max(BLOCK_CACHE_BYTES_MIN, int(settings.restore.cache_bytes) // 4)
+        # One cache for all tenants: a quarter of it for each of up to eight decoded most bases again and again.
+        self._containers = ContainerStore(objects, domain_of(settings.tenant), int(settings.restore.cache_bytes))
 
     def close(self) -> None:
         """Stop the threads for parallel reads; blobs returned before can still be read."""
@@ -402,7 +402,7 @@ class VersionCatalog:
                 fingerprinter = Fingerprinter(
                     bytes.fromhex(self._descriptor.secret), name, self._descriptor.fingerprint_bits
                 )
-                found = _Tenant(fingerprinter, ContainerStore(self._objects, fingerprinter.domain, self._cache_bytes))
+                found = _Tenant(fingerprinter, self._containers.of(fingerprinter.domain))
                 self._tenants[name] = found
                 if len(self._tenants) > TENANTS_OPEN_MAX:
                     self._tenants.popitem(last=False)
