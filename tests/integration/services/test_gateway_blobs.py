@@ -7,6 +7,8 @@ import hashlib
 import random
 import threading
 from contextlib import ExitStack
+from email.parser import BytesParser
+from email.policy import HTTP
 from pathlib import Path
 from urllib.parse import quote
 
@@ -217,12 +219,35 @@ def test_range_past_the_end_is_416_with_size(client: httpx.Client, text: str) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["bytes=5-2", "bytes=0-1,3-4", "lines=1-2", "bytes=a-b", "bytes=-", "garbage", "bytes=--1"]
+    "text", ["bytes=5-2", "bytes=0-1,4-3", "lines=1-2", "bytes=a-b", "bytes=-", "garbage", "bytes=--1"]
 )
 def test_meaningless_range_is_ignored(client: httpx.Client, text: str) -> None:
     client.put("/v1/blobs/short", content=b"0123456789")
     answer = client.get("/v1/blobs/short", headers={"Range": text})
     assert (answer.status_code, answer.content) == (200, b"0123456789")
+
+
+def test_several_ranges_are_sent_as_parts(client: httpx.Client) -> None:
+    """Ranges far apart come as multipart/byteranges in their order, each with its offsets; neighbours come as one."""
+    data = noise(9_000_000, seed=11)
+    client.put("/v1/blobs/parts", content=data, headers={"Content-Type": "text/x-log"})
+    answer = client.get("/v1/blobs/parts", headers={"Range": "bytes=8000000-, 0-99, 1000000-5999999"})
+    assert answer.status_code == 206
+    assert "content-range" not in answer.headers
+    message = BytesParser(policy=HTTP).parsebytes(
+        b"Content-Type: " + answer.headers["content-type"].encode() + b"\r\n\r\n" + answer.content
+    )
+    parts = [(part["content-range"], part.get_payload(decode=True)) for part in message.iter_parts()]
+    assert {part.get_content_type() for part in message.iter_parts()} == {"text/x-log"}
+    assert parts == [
+        ("bytes 8000000-8999999/9000000", data[8_000_000:]),
+        ("bytes 0-99/9000000", data[:100]),
+        ("bytes 1000000-5999999/9000000", data[1_000_000:6_000_000]),
+    ]
+    joined = client.get("/v1/blobs/parts", headers={"Range": "bytes=5-9,0-4"})
+    assert (joined.headers["content-range"], joined.content) == ("bytes 0-9/9000000", data[:10])
+    refused = client.get("/v1/blobs/parts", headers={"Range": "bytes=" + ",".join(f"{n}-{n}" for n in range(0, 99, 3))})
+    assert (refused.status_code, refused.headers["content-range"]) == (416, "bytes */9000000")
 
 
 @pytest.mark.parametrize(

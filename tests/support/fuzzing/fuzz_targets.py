@@ -326,7 +326,7 @@ def _headers(data: bytes) -> object:
     from starlette.datastructures import Headers
 
     from nearkin_gateway.http.digests import announced_sha256, metadata_of, wants_sha256
-    from nearkin_gateway.http.ranges import not_modified, precondition_of_put, wanted_range
+    from nearkin_gateway.http.ranges import not_modified, precondition_of_put, wanted_ranges
     from nearkin_gateway.http.url_keys import decode_key
     from nearkin_gateway.uploads.tus_headers import parse_concat, parse_metadata
 
@@ -338,7 +338,7 @@ def _headers(data: bytes) -> object:
         lambda: announced_sha256(headers),
         lambda: wants_sha256(headers),
         lambda: metadata_of(headers),
-        lambda: wanted_range(headers, info),
+        lambda: wanted_ranges(headers, info),
         lambda: not_modified(headers, info, named=True),
         lambda: precondition_of_put(headers),
         lambda: parse_metadata(headers.get("upload-metadata", ""), needs_key=True),

@@ -12,7 +12,10 @@ from nearkin_gateway.http.problems import Problem
 from nearkin_shared.preconditions import ANY, PRECONDITION, Precondition, Tags, tags_of
 from nearkin_shared.results import VersionInfo
 
-_RANGE = re.compile(r"bytes\s*=\s*(\d{0,19})\s*-\s*(\d{0,19})\s*", re.ASCII | re.IGNORECASE)
+RANGES_MAX = 32
+"""Ranges of one request: each is a restore of its own, and costs its first blocks."""
+_UNIT = re.compile(r"bytes\s*=(.*)", re.ASCII | re.IGNORECASE | re.DOTALL)
+_RANGE = re.compile(r"\s*(\d{0,19})\s*-\s*(\d{0,19})\s*", re.ASCII)
 _TAG = re.compile(r'(W/)?"([^"]*)"')
 
 
@@ -67,36 +70,65 @@ def not_modified(headers: Headers, info: VersionInfo, *, named: bool) -> bool:
     return named and since is not None and _seconds(info) <= since
 
 
-def wanted_range(headers: Headers, info: VersionInfo) -> tuple[int, int] | None:
-    """Return start and stop (the byte after the last), or None for the whole.
+def wanted_ranges(headers: Headers, info: VersionInfo) -> list[tuple[int, int]] | None:
+    """Return (start, stop) of each range in the order of the request, or None for the whole.
 
-    Raises Problem 416.
+    Raises Problem 416 if no range has bytes of the blob, or if there are more than RANGES_MAX.
 
-    Several ranges, other units and invalid ones are ignored, as the RFC allows: the whole is sent.
+    Ranges that overlap or touch become one, so that no byte is sent twice, and empty members are ignored. Other units
+    and invalid ranges are ignored, as the RFC allows: the whole is sent.
     """
     text = list_header(headers, "range")
-    match = _RANGE.fullmatch(text.strip()) if text is not None else None
-    if match is None or not (match[1] or match[2]) or not _if_range(headers.get("if-range"), info):
+    unit = _UNIT.fullmatch(text.strip()) if text is not None else None
+    if unit is None or not _if_range(headers.get("if-range"), info):
         return None
-    size_bytes = info.size_bytes
+    members = [member for member in unit[1].split(",") if member.strip()]
+    found = [_RANGE.fullmatch(member) for member in members[: RANGES_MAX + 1]]
+    if not found or not all(match is not None and _is_valid(match) for match in found):
+        return None
+    if len(members) > RANGES_MAX:
+        raise _unsatisfiable(text, info, f"has {len(members)} ranges, want at most {RANGES_MAX}")
+    bounds = [_bounds_of(match, info.size_bytes) for match in found if match is not None]
+    if not info.size_bytes and any(not match[1] and int(match[2]) for match in found if match is not None):
+        return None  # the last bytes of an empty blob are the whole of it
+    satisfiable = [(start, stop) for start, stop in bounds if start < stop]
+    if not satisfiable:
+        size_bytes = info.size_bytes
+        raise _unsatisfiable(text, info, f"the blob has {size_bytes} byte{'' if size_bytes == 1 else 's'}")
+    return _merge(satisfiable)
+
+
+def _is_valid(match: re.Match[str]) -> bool:
+    """Return whether a range has a start or a length, and does not end before it begins."""
+    return bool(match[1] or match[2]) and not (match[1] and match[2] and int(match[2]) < int(match[1]))
+
+
+def _bounds_of(match: re.Match[str], size_bytes: int) -> tuple[int, int]:
+    """Return start and stop (the byte after the last); equal ones beyond the end of the blob."""
     if not match[1]:
-        last = int(match[2])
-        if last and not size_bytes:
-            return None
-        start, stop = max(0, size_bytes - last), size_bytes
-    else:
-        start = int(match[1])
-        stop = size_bytes if not match[2] else min(int(match[2]) + 1, size_bytes)
-        if match[2] and int(match[2]) < start:
-            return None
-    if start >= size_bytes:
-        raise Problem(
-            416,
-            "range-not-satisfiable",
-            f"Range {text!s:.60}: the blob has {size_bytes} byte{'' if size_bytes == 1 else 's'}",
-            headers={"Content-Range": f"bytes */{size_bytes}"},
-        )
-    return start, stop
+        return max(0, size_bytes - int(match[2])), size_bytes
+    start = min(int(match[1]), size_bytes)
+    return start, size_bytes if not match[2] else min(int(match[2]) + 1, size_bytes)
+
+
+def _merge(bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join ranges that overlap or touch; each takes the position of the first of its ranges."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(bounds):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return sorted(joined, key=lambda whole: next(at for at, one in enumerate(bounds) if whole[0] <= one[0] < whole[1]))
+
+
+def _unsatisfiable(text: str | None, info: VersionInfo, why: str) -> Problem:
+    return Problem(
+        416,
+        "range-not-satisfiable",
+        f"Range {text!s:.60}: {why}",
+        headers={"Content-Range": f"bytes */{info.size_bytes}"},
+    )
 
 
 def _if_range(condition: str | None, info: VersionInfo) -> bool:

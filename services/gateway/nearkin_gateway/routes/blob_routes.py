@@ -31,8 +31,16 @@ from nearkin_gateway.http.digests import (
     repr_digest,
     wants_sha256,
 )
+from nearkin_gateway.http.multipart_ranges import MultipartRanges
 from nearkin_gateway.http.problems import responses
-from nearkin_gateway.http.ranges import etag, last_modified, not_modified, precondition_of_put, wanted_range
+from nearkin_gateway.http.ranges import (
+    RANGES_MAX,
+    etag,
+    last_modified,
+    not_modified,
+    precondition_of_put,
+    wanted_ranges,
+)
 from nearkin_gateway.http.request_bodies import check_declared, chunks, declared_bytes, frames
 from nearkin_gateway.http.url_keys import BlobKey, Key, KeysInQuery, blob_url
 from nearkin_gateway.middleware.audit_requests import annotate
@@ -50,6 +58,7 @@ from nearkin_gateway.uploads.upload_service import (
     take,
 )
 from nearkin_shared.errors import PreconditionFailed
+from nearkin_shared.reading.restore import VerifiedPieces
 from nearkin_shared.results_json import info_json
 from nearkin_shared.validation import CONTENT_TYPE, check_metadata, content_type
 
@@ -292,7 +301,7 @@ _WHOLE_ANSWERS: dict[int | str, dict[str, Any]] = {
 _RANGE_ANSWERS: dict[int | str, dict[str, Any]] = {
     **_WHOLE_ANSWERS,
     206: {
-        "description": "A range of them.",
+        "description": "A range of them; several as `multipart/byteranges`.",
         "content": _ANY_MEDIA,
         "headers": {**_READ_HEADERS, "Content-Range": {"description": "Which.", "schema": {"type": "string"}}},
     },
@@ -306,7 +315,12 @@ async def get_blob(
     key: BlobKey,
     caller: Reader,
     version: VersionQuery = None,
-    range: Annotated[str | None, Header(description="One range of bytes: `bytes=A-B`, `bytes=A-`, `bytes=-N`.")] = None,
+    range: Annotated[
+        str | None,
+        Header(
+            description=f"Ranges of bytes: `bytes=A-B`, `bytes=A-`, `bytes=-N`, at most {RANGES_MAX}: `bytes=A-B,C-D`."
+        ),
+    ] = None,
     if_none_match: Annotated[str | None, Header()] = None,
     if_match: Annotated[str | None, Header()] = None,
     if_range: Annotated[str | None, Header()] = None,
@@ -349,18 +363,26 @@ async def _read(request: Request, key: str, caller: Caller, version: int | None)
     if not_modified(request.headers, info, named=version is not None):
         del headers["Content-Type"]
         return Response(status_code=304, headers=headers)
-    wanted = wanted_range(request.headers, info) if request.method == "GET" else None
-    start, stop = wanted if wanted is not None else (0, info.size_bytes)
+    wanted = wanted_ranges(request.headers, info) if request.method == "GET" else None
+    ranges = wanted or [(0, info.size_bytes)]
+    several = MultipartRanges(ranges, headers["Content-Type"], info.size_bytes) if len(ranges) > 1 else None
     if wanted is not None:
-        annotate(request, range=f"{start}-{stop - 1}")
-        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{info.size_bytes}"
-    headers["Content-Length"] = str(stop - start)
+        annotate(request, range=",".join(f"{start}-{stop - 1}" for start, stop in wanted))
+    if several is not None:
+        headers["Content-Type"] = several.content_type
+    elif wanted is not None:
+        headers["Content-Range"] = f"bytes {ranges[0][0]}-{ranges[0][1] - 1}/{info.size_bytes}"
+    headers["Content-Length"] = str(ranges[0][1] - ranges[0][0] if several is None else several.size_bytes)
     if request.method == "HEAD":
         return Response(headers=headers)
+
+    def read(start: int, stop: int) -> VerifiedPieces:
+        return gateway.catalogue.blob(tenant, manifest, start, stop).pieces()
+
     slot = gateway.downloads.one(caller.holders)
     slot.__enter__()
     try:
-        pieces = gateway.catalogue.blob(tenant, manifest, start, stop).pieces()
+        pieces = read(*ranges[0]) if several is None else several.pieces(read)
         # Before the status is sent, so that damage in the first piece is answered with a problem.
         first = await asyncio.to_thread(next, pieces, None)
     except BaseException:
