@@ -93,6 +93,8 @@ class TreeRestore:
         if single is not None and single.entry.kind != EntryKind.FOLDER:
             self._base = single.entry.folder
             entries: Iterator[PlacedEntry] = iter((single,))
+            if single.entry.kind == EntryKind.FILE:
+                self._contents.stop = single.stop  # else reading ahead decodes what follows the file
         else:
             self._base = path
             entries = self._reader.below(path)
@@ -513,7 +515,7 @@ class ContentStream:
     def __init__(self, open_range: Callable[[int, int], Iterable[memoryview]], stop: int) -> None:
         """`stop`: end of all contents."""
         self._open_range = open_range
-        self._stop = stop
+        self.stop = stop
         self._pieces: Iterator[memoryview] | None = None
         self._piece = memoryview(b"")
         self._position = 0
@@ -522,7 +524,7 @@ class ContentStream:
         """Yield the bytes [start, stop). Raises Corrupt, StoreUnavailable."""
         if self._pieces is None or not self._position <= start <= self._position + len(self._piece) + SKIP_BYTES_MAX:
             self.close()
-            self._pieces, self._position = iter(self._open_range(start, self._stop)), start
+            self._pieces, self._position = iter(self._open_range(start, self.stop)), start
         while start < stop:
             if self._position + len(self._piece) <= start:
                 self._position += len(self._piece)

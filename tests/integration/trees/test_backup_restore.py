@@ -17,6 +17,8 @@ from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
 from nearkin.trees.exclusions import ExclusionOptions
 from nearkin.trees.restore_counts import Overwrite, RestoreOptions
 from nearkin_shared.errors import BadInput, Corrupt, NotFound
+from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 from tests.support.data.stores import SMALL, settings
 
@@ -177,6 +179,26 @@ def test_several_paths_share_their_common_root(tmp_path: Path) -> None:
         tree = store.tree("home")
         assert tree.summary.root == os.fsencode(tmp_path / "a")
         assert [placed.entry.path for placed in tree.entries()] == [b"", b"b", b"c", b"b/one", b"c/two"]
+
+
+def test_restore_of_one_file_reads_its_content_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files behind it are not read ahead."""
+    (tmp_path / "source").mkdir()
+    for name in ("a", "b", "c"):
+        (tmp_path / "source" / name).write_bytes(name.encode() * 5_000)
+    opened: list[tuple[int, int]] = []
+    open_range = Store._range
+
+    def record(self: Store, manifest: Manifest, start: int, stop: int) -> VersionReader:
+        opened.append((start, stop))
+        return open_range(self, manifest, start, stop)
+
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [tmp_path / "source"])
+        monkeypatch.setattr(Store, "_range", record)
+        assert store.restore("home", tmp_path / "target", path=b"b").files == 1
+    assert (tmp_path / "target" / "b").read_bytes() == b"b" * 5_000
+    assert opened[-1] == (5_000, 10_000)
 
 
 def test_restore_of_a_part_has_its_hard_links(source: Path, tmp_path: Path) -> None:
