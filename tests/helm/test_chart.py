@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -342,6 +343,29 @@ def test_keda_scales_each_worker_by_its_lag(rendered: Render, chosen: str) -> No
     for deployment in of_kind(objects, "Deployment").values():
         fixed = deployment["metadata"]["name"] == "store-nearkin-maintenance"
         assert ("replicas" in deployment["spec"]) == fixed
+
+
+@pytest.mark.parametrize("chosen", ["keda", "keda-split"])
+def test_keda_with_prometheus_scales_by_seconds_of_lag(rendered: Render, chosen: str) -> None:
+    """Ask for the oldest record's age of each group that a Deployment reads, with `fused` and `split` stages."""
+    values = MATRIX[chosen] | {"keda": {"enabled": True, "prometheus": "http://prometheus:9090"}}
+    scaled = of_kind(rendered(values), "ScaledObject")
+    asked = {}
+    for name, one in scaled.items():
+        (trigger,) = one["spec"]["triggers"]
+        shown = trigger["metadata"]
+        assert (trigger["type"], shown["serverAddress"]) == ("prometheus", "http://prometheus:9090")
+        assert (shown["threshold"], shown["ignoreNullValues"]) == ("30", "false")
+        query = re.fullmatch(r'max\(nearkin_lag_seconds\{namespace="\w+",job="store",group=~"(.+)"\}\)', shown["query"])
+        assert query is not None, shown["query"]
+        asked[name.removeprefix("store-nearkin-")] = query[1].replace("\\\\", "\\").replace("\\", "").split("|")
+    assert sorted(group for groups in asked.values() for group in groups) == sorted(
+        [f"store.{group}" for group in WAITS] + ["store.ingest"]
+    )
+    assert set(asked) == ({"ingest", "pipeline"} if chosen == "keda" else {"ingest", *WAITS} - {"committer"})
+    assert sorted(asked["pipeline" if chosen == "keda" else "delta"]) == (
+        sorted(f"store.{group}" for group in WAITS) if chosen == "keda" else ["store.committer", "store.delta"]
+    )
 
 
 def test_single_replica_has_no_disruption_budget(rendered: Render) -> None:
