@@ -22,6 +22,8 @@ from nearkin_gateway.monitoring.audit_log import AuditLog
 from nearkin_gateway.monitoring.pipeline_load import PipelineLoad
 from nearkin_gateway.monitoring.usage import UsageStats
 from nearkin_gateway.setting_changes import ConfigChanges
+from nearkin_gateway.uploads.in_flight import InFlightUploads
+from nearkin_gateway.uploads.partition_lanes import PartitionLanes
 from nearkin_gateway.uploads.resumable_store import Resumable
 from nearkin_gateway.uploads.upload_admission import UploadAdmission
 from nearkin_gateway.uploads.upload_status import UploadIds, UploadStatuses
@@ -102,21 +104,29 @@ class Gateway:
         self.hand_overs = asyncio.Semaphore(HAND_OVERS_MAX)
         self.downloads = ConcurrencyLimit("downloads", bounds.downloads_max, shares, rates)
         self.explanations = ConcurrencyLimit("explanations", EXPLANATIONS_MAX, shares)
-        self.admission = UploadAdmission(self._quota_of, self.catalogue.recount)
-        self.outcomes.on_event = self.admission.on_event
         self.load = PipelineLoad(None if self.pipeline is None else self.pipeline.wait_seconds, self.pools.control)
+        in_flight = InFlightUploads()
+        lanes = self._make_lanes(in_flight)
+        self.admission = UploadAdmission(self._quota_of, self.catalogue.recount, in_flight, lanes, self.load)
+        self.outcomes.on_event = self.admission.on_event
         self.insight = UsageStats(self.catalogue)
         self.readiness = Readiness({"object store": self.catalogue.check, "uploads": self.ingest.check, **self.checks})
         self.sessions = (
             None if self.tokens is None else Sessions(self.catalogue.secret, self.tokens, limits.SESSION_SECONDS)
         )
 
+    def _make_lanes(self, in_flight: InFlightUploads) -> PartitionLanes:
+        if self.pipeline is None:
+            return PartitionLanes(0, in_flight, lambda: False, dict)
+        several = (lambda: False) if self.tokens is None else self.tokens.has_several_tenants
+        return PartitionLanes(self.settings.kafka.partitions, in_flight, several, self.pipeline.waiting_records)
+
     def _quota_of(self, tenant: str) -> TenantQuota | None:
         return None if self.tokens is None else self.tokens.quota(tenant)
 
     def pace_of(self, tenant: str) -> Callable[[int], Awaitable[None]]:
         """Return what waits after each piece of a tenant's body, given the size of the piece."""
-        return partial(self.admission.wait_for_rate, tenant)
+        return partial(self.admission.pace, tenant)
 
     @property
     def settings(self) -> Settings:

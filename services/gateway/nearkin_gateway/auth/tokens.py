@@ -75,6 +75,7 @@ class _FileContent:
 
     tokens: dict[str, AccessToken]
     quotas: dict[str, TenantQuota]
+    has_several_tenants: bool = False
 
 
 def create(
@@ -187,6 +188,11 @@ class TokenFile:
         self._look()
         return self._content.quotas.get(tenant)
 
+    def has_several_tenants(self) -> bool:
+        """Return whether tokens name more than one tenant."""
+        self._look()
+        return self._content.has_several_tenants
+
     def quotas(self) -> dict[str, TenantQuota]:
         """Return the quotas of all tenants that have some."""
         self._look()
@@ -263,7 +269,8 @@ def _read(path: Path) -> _FileContent:
         raise ConfigError(f'tokens file "{path}": no such file; `nearkin token create` makes one') from err
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, BadInput) as err:
         raise ConfigError(f'tokens file "{path}": {err}') from err
-    return _FileContent({token.id: token for token in tokens}, quotas)
+    tenants = {token.tenant for token in tokens if token.tenant != NO_TENANT}
+    return _FileContent({token.id: token for token in tokens}, quotas, len(tenants) > 1)
 
 
 def _write(path: Path, content: _FileContent) -> None:

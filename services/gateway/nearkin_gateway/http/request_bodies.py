@@ -41,6 +41,17 @@ def check_declared(request: Request, bytes_max: int) -> None:
         raise Problem(400, "partial-put", "Content-Range: a put stores a whole; /v1/uploads takes parts (tus)")
 
 
+def asks_first(request: Request) -> bool:
+    """Return whether the client waits for `100 Continue` before it sends the body.
+
+    Raises Problem 417 for any other expectation.
+    """
+    expected = request.headers.get("expect", "").strip().lower()
+    if expected not in ("", "100-continue"):
+        raise Problem(417, "unknown-expectation", f"Expect {expected:.60}: want 100-continue, or no Expect")
+    return bool(expected)
+
+
 def declared_bytes(request: Request) -> int | None:
     """Return the length that a request declares for its body, if it does."""
     declared = request.headers.get("content-length", "")

@@ -43,11 +43,15 @@ class PipelineLoad:
     @property
     def wait_seconds(self) -> float | None:
         """Return the estimated wait of a new upload, as last read; None: not known."""
+        self.refresh()
+        return self._seconds
+
+    def refresh(self) -> None:
+        """Start to read the lag again if it is older than LOOK_SECONDS."""
         loop = asyncio.get_running_loop()
         if self._read is not None and self._reading is None and loop.time() - self._read_at >= LOOK_SECONDS:
             self._read_at = loop.time()
             self._reading = loop.create_task(self._refresh(self._read))
-        return self._seconds
 
     def retry_seconds(self, least_seconds: int) -> int:
         """Return the value of `Retry-After` for what the pipeline delays."""

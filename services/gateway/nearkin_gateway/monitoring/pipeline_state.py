@@ -80,6 +80,13 @@ class PipelineState:
         groups = {group(self._settings, stage) for stage in PIPELINE_STAGES}
         return drain_seconds(self._recent_readings(), groups)
 
+    def waiting_records(self) -> dict[int, int]:
+        """Return the records by partition that wait for the first stage, as last read."""
+        readings = list(self._readings)
+        first = group(self._settings, PIPELINE_STAGES[0])
+        found = [lag.behind for lag in readings[-1][1] if lag.group == first] if readings else []
+        return {partition: records for behind in found for (_, partition), records in behind.items()}
+
     def _recent_readings(self) -> list[tuple[float, list[GroupLag]]]:
         """Return the readings of the last RATE_SECONDS, the last one at most READ_SECONDS old."""
         with self._lock:

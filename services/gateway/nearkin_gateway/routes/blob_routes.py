@@ -41,7 +41,7 @@ from nearkin_gateway.http.ranges import (
     precondition_of_put,
     wanted_ranges,
 )
-from nearkin_gateway.http.request_bodies import check_declared, chunks, declared_bytes, frames
+from nearkin_gateway.http.request_bodies import asks_first, check_declared, chunks, declared_bytes, frames
 from nearkin_gateway.http.url_keys import BlobKey, Key, KeysInQuery, blob_url
 from nearkin_gateway.middleware.audit_requests import annotate
 from nearkin_gateway.state import Gateway, gateway_of
@@ -115,7 +115,7 @@ _PUT_ANSWERS: dict[int | str, dict[str, Any]] = {
             },
         },
     },
-    **responses(400, 401, 403, 405, 408, 409, 410, 412, 413, 414, 415, 422, 429, 431, 500, 503, 507),
+    **responses(400, 401, 403, 405, 408, 409, 410, 412, 413, 414, 415, 417, 422, 429, 431, 500, 503, 507),
 }
 _READ_PROBLEMS = responses(400, 401, 403, 404, 405, 410, 412, 414, 422, 429, 431, 500, 503)
 
@@ -175,6 +175,8 @@ async def put_blob(
     await check_open_to(request, gateway, caller)
     check_declared(request, bytes_max)
     gateway.admission.check_rate(caller.tenant)
+    if asks_first(request):
+        gateway.admission.check_lag(caller.tenant)
     metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
     if (media_type := content_type_of(request.headers)) is not None:
         metadata.setdefault(CONTENT_TYPE, media_type)

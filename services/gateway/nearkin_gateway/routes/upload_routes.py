@@ -107,7 +107,7 @@ async def options(request: Request) -> Response:
             "headers": {**_OFFSET, **_EXPIRES, "Location": {"schema": {"type": "string"}}},
         },
         **_PROBLEMS,
-        **responses(408, 409, 413, 415, 507),
+        **responses(408, 409, 413, 415, 417, 507),
     },
     openapi_extra=_FIRST_BODY,
     operation_id="createUpload",
@@ -287,7 +287,7 @@ async def get(request: Request, id: UploadId, caller: Writer) -> Response:
     responses={
         204: {"description": "Durable.", "headers": {**_OFFSET, **_EXPIRES}},
         **_PROBLEMS,
-        **responses(408, 409, 413, 415, 423, 507),
+        **responses(408, 409, 413, 415, 417, 423, 507),
         460: responses(400)[400] | {"description": "Checksum Mismatch"},
     },
     openapi_extra=_BODY,

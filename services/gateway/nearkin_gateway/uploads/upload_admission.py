@@ -16,9 +16,11 @@ from typing import Any
 
 from nearkin_gateway.auth.tenant_quota import TenantQuota
 from nearkin_gateway.backends.ingest_backend import COMMITTED
-from nearkin_gateway.http.problems import Problem
+from nearkin_gateway.http.problems import RETRY_SECONDS, Problem
 from nearkin_gateway.http.request_limits import ByteRates
+from nearkin_gateway.monitoring.pipeline_load import PipelineLoad
 from nearkin_gateway.uploads.in_flight import InFlightUploads
+from nearkin_gateway.uploads.partition_lanes import PartitionLanes
 from nearkin_gateway.uploads.tenant_usage import TenantUsage, TenantUsages
 from nearkin_shared.observability import metrics
 from nearkin_shared.results import Stats
@@ -29,6 +31,13 @@ BURST_SECONDS = 0.25
 """Reads wait only when the tenant is further ahead than this: fewer and longer pauses."""
 READ_DELAY_SECONDS_MAX = 5.0
 """Longest pause between two reads of a body: less than clients and proxies take for a dead server."""
+SLOWED_SECONDS = 5.0
+"""Estimated wait of new uploads from which those of tenants with much in flight are slowed."""
+READ_BYTES = 64 * 1024
+SLOW_DELAY_SECONDS_MAX = 0.25
+"""Longest pause for the pipeline after READ_BYTES of a body, reached at a minute: uploads go on at 256 KiB/s."""
+ASKED_SECONDS_MAX = 60.0
+"""Estimated wait from which an upload with `Expect: 100-continue` is refused."""
 QUOTA_EXCEEDED, RATE_EXCEEDED = "quota-exceeded", "upload-rate-exceeded"
 _REMEDY_BYTES = "delete versions (stored bytes are free after the next GC run), or ask the operator for a larger quota"
 _REMEDY_RATE = "send again after Retry-After, or ask the operator for a larger quota"
@@ -37,10 +46,18 @@ _REMEDY_RATE = "send again after Retry-After, or ask the operator for a larger q
 class UploadAdmission:
     """The quotas of all tenants at one gateway; for one event loop."""
 
-    def __init__(self, quota_of: Callable[[str], TenantQuota | None], read: Callable[[str], Stats]) -> None:
+    def __init__(
+        self,
+        quota_of: Callable[[str], TenantQuota | None],
+        read: Callable[[str], Stats],
+        in_flight: InFlightUploads,
+        lanes: PartitionLanes,
+        load: PipelineLoad,
+    ) -> None:
         """`read` blocks and returns the sums of a tenant."""
         self._quota_of = quota_of
-        self.in_flight = InFlightUploads()
+        self.in_flight = in_flight
+        self._lanes, self._load = lanes, load
         self._usages = TenantUsages(read)
         self._rates = ByteRates()
 
@@ -57,8 +74,33 @@ class UploadAdmission:
             problem.headers["Retry-After"] = str(math.ceil(debt_seconds - DEBT_SECONDS_MAX / 2))
             raise _counted(tenant, problem)
 
-    async def wait_for_rate(self, tenant: str, read_bytes: int) -> None:
-        """Count bytes of a body, and wait while the tenant is ahead of its rate."""
+    def check_lag(self, tenant: str) -> None:
+        """Refuse an upload whose client asks before it sends the body. Raises Problem 503.
+
+        Only while uploads of the same tenant wait for the pipeline, and long.
+        """
+        wait_seconds = self._load.wait_seconds
+        if wait_seconds is not None and wait_seconds >= ASKED_SECONDS_MAX and self.in_flight.of(tenant).is_bulk:
+            retry_seconds = self._load.retry_seconds(RETRY_SECONDS)
+            raise Problem(
+                503,
+                "pipeline-behind",
+                f"uploads of tenant {tenant!r} wait for the pipeline; send again after Retry-After, or without Expect",
+                headers={"Retry-After": str(retry_seconds)},
+            )
+
+    async def pace(self, tenant: str, read_bytes: int) -> None:
+        """Wait after a read, while the tenant is ahead of its rate or the pipeline behind."""
+        await self._wait_for_rate(tenant, read_bytes)
+        if self.in_flight.of(tenant).is_bulk:
+            behind_seconds = (self._load.wait_seconds or 0.0) - SLOWED_SECONDS
+            if behind_seconds > 0:
+                delay_seconds = (
+                    SLOW_DELAY_SECONDS_MAX * min(1.0, behind_seconds / 60) * max(1.0, read_bytes / READ_BYTES)
+                )
+                await asyncio.sleep(min(delay_seconds, READ_DELAY_SECONDS_MAX))
+
+    async def _wait_for_rate(self, tenant: str, read_bytes: int) -> None:
         quota = self._quota_of(tenant)
         if quota is None or quota.upload_bytes_per_second is None:
             return
@@ -79,15 +121,18 @@ class UploadAdmission:
         if problem is not None:
             raise _counted(tenant, problem)
 
-    async def admit(self, tenant: str, blob: bytes, size_bytes: int) -> None:
-        """Reserve room for an upload, of which `size_bytes` are announced.
+    async def admit(self, tenant: str, size_bytes: int) -> bytes:
+        """Reserve room for the announced bytes of an upload; return its id.
 
-        It is released by `cancel`, or by the outcome. Raises Problem 507, StoreUnavailable.
+        The room is released by `cancel`, or by the outcome. Raises Problem 507, StoreUnavailable.
         """
         await self.check_room(tenant, size_bytes)
         # No other task runs between the check and this, so its result still holds.
-        self.in_flight.begin(blob, tenant)
+        self._load.refresh()
+        blob, partition = self._lanes.new_blob(tenant)
+        self.in_flight.begin(blob, tenant, partition)
         self._grow(tenant, blob, size_bytes)
+        return blob
 
     def grow(self, tenant: str, blob: bytes, size_bytes: int) -> None:
         """Reserve room for bytes that were not announced. Raises Problem 507."""

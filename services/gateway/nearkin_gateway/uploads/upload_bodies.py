@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.http.problems import RETRY_SECONDS, Problem
-from nearkin_gateway.http.request_bodies import check_declared, chunks
+from nearkin_gateway.http.request_bodies import asks_first, check_declared, chunks
 from nearkin_gateway.http.request_limits import Holders
 from nearkin_gateway.state import Gateway
 from nearkin_gateway.uploads.resumable_store import PART_BYTES, StagedUpload
@@ -58,6 +58,8 @@ async def receive(request: Request, gateway: Gateway, staged: StagedUpload, hold
     room_bytes = staged.meta.length_bytes - staged.offset
     check_declared(request, room_bytes)
     gateway.admission.check_rate(holders.tenant)
+    if asks_first(request):
+        gateway.admission.check_lag(holders.tenant)
     if len(staged.parts) >= PARTS_MAX:
         raise Problem(413, "too-many-parts", f"{PARTS_MAX} parts are staged, which is the most; send larger ones")
     with gateway.uploads.one(holders), UploadMutex(gateway, staged.id):

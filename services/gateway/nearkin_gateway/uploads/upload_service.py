@@ -26,7 +26,6 @@ from nearkin_gateway.backends.ingest_backend import FAILED, IncomingUpload, Uplo
 from nearkin_gateway.blocking_threads import WorkerPool
 from nearkin_gateway.http.problems import RETRY_SECONDS, Problem, from_error
 from nearkin_gateway.state import Gateway
-from nearkin_gateway.uploads.upload_status import new_id
 from nearkin_shared.errors import NearkinError, PermanentError
 from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.observability import log_setup, tracing
@@ -132,7 +131,8 @@ async def take(gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob)
 
     `pieces` yields frames of at most FRAME_BYTES_MAX. Raises Problem, NearkinError.
     """
-    blob, now_us = new_id(), time.time_ns() // 1000
+    blob = await gateway.admission.admit(new.tenant, new.size_bytes or 0)
+    now_us = time.time_ns() // 1000
     origin = new.origin or BlobOrigin(blob)
     intent = UploadRequest(
         new.tenant,
@@ -147,7 +147,6 @@ async def take(gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob)
     )
     log_setup.bind(blob, new.tenant, new.trace)
     tracing.describe(new.trace, tracing.about(blob, new.tenant))
-    await gateway.admission.admit(new.tenant, blob, new.size_bytes or 0)
     try:
         ending, upload = await _send(gateway, pieces, new, intent)
     except BaseException:

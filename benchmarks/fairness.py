@@ -1,0 +1,148 @@
+"""Measure how long a tenant's PUT takes while another tenant floods the fleet.
+
+    python -m benchmarks.fairness --seconds 30
+
+Kafka, Redis, a gateway and workers run on this machine; the store is a folder. Tenant `quiet` puts blobs of 4 KiB one
+after another with `?wait=30`: alone first, then while `flood` puts blobs from many connections without waiting for
+their outcome. Figures: docs/benchmarks/history.md, ADR 75.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+
+from nearkin_gateway.auth import tokens
+from tests.support.servers.gateways import process
+from tests.support.servers.pipeline import FUSED, SPLIT, Pipeline
+from tests.support.servers.servers import Kafka, Redis
+
+BLOB_BYTES = 4096
+PAUSE_SECONDS = 0.05
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each of the two measurements")
+    parser.add_argument("--connections", type=int, default=32, help="of the flood")
+    parser.add_argument("--flood-bytes", type=int, default=BLOB_BYTES, help="of each blob of the flood")
+    parser.add_argument("--partitions", type=int, default=4)
+    parser.add_argument("--split", action="store_true", help="a process for each stage in place of one for all")
+    chosen = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="nearkin-fairness-") as folder,
+        fleet(Path(folder), chosen.partitions, SPLIT if chosen.split else FUSED) as (url, flood, quiet),
+    ):
+        found = asyncio.run(measured(url, flood, quiet, chosen.seconds, chosen.connections, chosen.flood_bytes))
+    print(json.dumps(found, indent=1))
+
+
+@contextmanager
+def fleet(folder: Path, partitions: int, services: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Run all processes; yield the gateway's URL and the tokens of two tenants."""
+    with ExitStack() as held:
+        kafka, redis = held.enter_context(Kafka(folder / "kafka")), held.enter_context(Redis(folder / "redis"))
+        file = folder / "tokens.json"
+        made = [tokens.create(file, tenant, ["read", "write"])[0] for tenant in ("flood", "quiet")]
+        config: dict[str, dict[str, object]] = {
+            "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": "bench.", "partitions": partitions},
+            "redis": {"url": redis.url},
+            "object_store": {"url": str(folder / "objects")},
+            "auth": {"tokens_file": str(file)},
+            "gateway": {"requests_per_second": 0, "access_log": False},
+            "audit": {"records": "none"},
+        }
+        pipeline = held.enter_context(Pipeline(folder / "pipeline", config, services=services))
+        _, url = held.enter_context(process({}, folder, "--config", str(pipeline.config_file)))
+        yield url, made[0], made[1]
+
+
+async def measured(
+    url: str, flood: str, quiet: str, seconds: float, connections: int, flood_bytes: int
+) -> dict[str, object]:
+    """Return the quiet tenant's latencies alone and under the flood, and what became of the flood."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        await quiet_puts(client, quiet, 5.0)  # the start of interpreters and of a JVM is not measured
+        alone = await quiet_puts(client, quiet, seconds)
+        stop, statuses = asyncio.Event(), list[int]()
+        floods = [
+            asyncio.create_task(flood_puts(client, flood, flood_bytes, number, stop, statuses))
+            for number in range(connections)
+        ]
+        await asyncio.sleep(3.0)
+        before = len(statuses)
+        began = time.monotonic()
+        during = await quiet_puts(client, quiet, seconds)
+        rate = (len(statuses) - before) / (time.monotonic() - began)
+        stop.set()
+        await asyncio.gather(*floods)
+        left = await client.get("/v1/stats", headers=bearer(flood))
+    return {
+        "alone": quantiles(alone),
+        "during the flood": quantiles(during),
+        "p99 ratio": round(quantile(during, 0.99) / quantile(alone, 0.99), 2),
+        "flood requests/s": round(rate, 1),
+        "flood statuses": {str(status): statuses.count(status) for status in sorted(set(statuses))},
+        "flood versions committed at the end": left.json()["versions"],
+    }
+
+
+def bearer(token: str) -> dict[str, str]:
+    """Return the header of a token."""
+    return {"Authorization": f"Bearer {token}"}
+
+
+async def quiet_puts(client: httpx.AsyncClient, token: str, seconds: float) -> list[float]:
+    """Put blobs one after another; return the seconds of each."""
+    found, until = list[float](), time.monotonic() + seconds
+    while time.monotonic() < until:
+        began = time.monotonic()
+        answer = await client.put(
+            "/v1/blobs/quiet", params={"wait": 30}, content=os.urandom(BLOB_BYTES), headers=bearer(token)
+        )
+        found.append(time.monotonic() - began)
+        if answer.status_code not in (201, 202):
+            raise SystemExit(f"{answer.status_code}: {answer.text}")
+        await asyncio.sleep(PAUSE_SECONDS)
+    return found
+
+
+async def flood_puts(
+    client: httpx.AsyncClient, token: str, size_bytes: int, number: int, stop: asyncio.Event, statuses: list[int]
+) -> None:
+    """Put blobs as fast as the gateway accepts them; a refusal is tried again after `Retry-After`."""
+    counted = 0
+    while not stop.is_set():
+        counted += 1
+        answer = await client.put(
+            f"/v1/blobs/f/{number}/{counted}", content=os.urandom(size_bytes), headers=bearer(token)
+        )
+        statuses.append(answer.status_code)
+        if answer.status_code in (429, 503):
+            await asyncio.sleep(min(5.0, float(answer.headers.get("retry-after", "1"))))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return a quantile of some values."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Return the number of values, and quantiles in milliseconds."""
+    shares = {"p50 ms": 0.5, "p90 ms": 0.9, "p99 ms": 0.99, "max ms": 1.0}
+    return {"puts": len(values), **{name: round(quantile(values, share) * 1000, 1) for name, share in shares.items()}}
+
+
+if __name__ == "__main__":
+    main()
