@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from nearkin_shared.errors import Corrupt, NotFound, PermanentError
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.message_batches import JoinedFresh
+from nearkin_shared.kafka.tenant_context import TenantContext
 from nearkin_shared.kernels.fingerprint_table import first_occurrence
-from nearkin_shared.pipeline.stage import FoundLocations, LookupRequest, LookupResults, LookupSource
-from nearkin_shared.storage.containers import ContainerSource
-from nearkin_shared.storage.pending_delete_watch import PendingDeleteFilter
+from nearkin_shared.pipeline.stage import FoundLocations, LookupRequest, LookupResults
+from nearkin_shared.storage.pending_delete_watch import is_listed
 from nearkin_shared.types import U8, ZERO, Bools, ContainerId, FreshBatch, Locations, group_by_container
 
 Rows = NDArray[np.intp]
@@ -56,14 +56,12 @@ def check_complete(sparse: JoinedFresh, found: FreshBatch, what: str) -> None:
 class ClaimedLookups:
     """Lookups of names: the index, then the claims in sparse segments."""
 
-    def __init__(
-        self, below: LookupSource, sparse: JoinedFresh, source: ContainerSource, collected: PendingDeleteFilter
-    ) -> None:
-        self._below, self._sparse, self._source, self._collected = below, sparse, source, collected
+    def __init__(self, sparse: JoinedFresh, lane: TenantContext) -> None:
+        self._sparse, self._lane = sparse, lane
 
     def answer(self, reads: LookupRequest, facts: LookupResults) -> LookupResults:
         """Return `facts` with the answers added. Raises StoreUnavailable."""
-        facts = self._below.answer(reads, facts)
+        facts = self._lane.facts.answer(reads, facts)
         if reads.names is None or facts.chunks is None or facts.chunks.found.all():
             return facts
         return replace(facts, chunks=self._with_claims(reads.names, facts.chunks))
@@ -105,7 +103,7 @@ class ClaimedLookups:
     def _recipe(self, segment: Locations) -> Locations:
         """Return the chunks of a stored segment; none if it is not there."""
         try:
-            recipes = self._source.directory(ContainerId(int(segment.containers[0]))).segments
+            recipes = self._lane.containers.directory(ContainerId(int(segment.containers[0]))).segments
         except (Corrupt, NotFound):
             return Locations.empty()
         ordinal = int(segment.ordinals[0])
@@ -114,15 +112,16 @@ class ClaimedLookups:
         return recipes.chunks.take(slice(int(recipes.bounds[ordinal]), int(recipes.bounds[ordinal + 1])))
 
     def _are_true(self, locations: Locations, names: U8) -> Bools:
-        """Return which chunks are where they are claimed to be, and stay there for half a grace."""
-        self._collected.refresh()
-        true = ~self._collected.is_expiring(locations)
+        """Return which chunks are where they are claimed to be, intact, for half a grace."""
+        self._lane.collected.refresh()
+        true = ~self._lane.collected.is_expiring(locations)
+        true &= ~is_listed(self._lane.quarantine.read(), locations)
         for container, rows in group_by_container(locations.containers):
             if container in (0, ZERO):
                 true[rows] = False
                 continue
             try:
-                chunks = self._source.directory(ContainerId(container)).chunks
+                chunks = self._lane.containers.directory(ContainerId(container)).chunks
             except (Corrupt, NotFound):
                 true[rows] = False
                 continue

@@ -5,6 +5,7 @@ Invariant (I9): tenants share connections, but no names, bases or containers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from nearkin_shared.config.settings import Settings
@@ -18,6 +19,7 @@ from nearkin_shared.pipeline.lookups import EmbeddedLookups, InFlight
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.pending_delete_watch import PendingDeleteFilter, PendingDeleteWatcher
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
+from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.utils.frozen import frozen
 
 
@@ -32,6 +34,7 @@ class TenantContext:
     containers: ContainerStore
     facts: EmbeddedLookups
     collected: PendingDeleteFilter
+    quarantine: Quarantine
 
 
 TenantContexts = BoundedCache[str, TenantContext]
@@ -51,6 +54,7 @@ def tenant_contexts(
     whose keys are missing.
     """
     watch = PendingDeleteWatcher(PendingDeleteStore(objects), settings.gc.grace_seconds, rounds)
+    quarantine = Quarantine(objects, time.time)
     # One cache for all: a cache for each tenant took TENANTS_MAX times `base.cache_bytes`, and as often 48 MiB.
     every = ContainerStore(objects, b"", int(settings.base.cache_bytes))
 
@@ -63,7 +67,7 @@ def tenant_contexts(
         domain, few_bytes = fingerprinter.domain, 1 << 20
         collected = PendingDeleteFilter(watch, containers, lambda: ContainerStore(objects, domain, few_bytes))
         facts = EmbeddedLookups(pending, in_flight, collected)
-        return TenantContext(fingerprinter, index, pending, in_flight, containers, facts, collected)
+        return TenantContext(fingerprinter, index, pending, in_flight, containers, facts, collected, quarantine)
 
     def check(tenant: str) -> None:
         check_keys(objects, tenant, index_of(b"").catalog)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -101,7 +101,7 @@ class PendingDeleteFilter:
 
     def is_pending(self, chunks: Locations) -> Bools:
         """Return which chunks are pending deletion."""
-        return _is_pending(self._watch.record(), chunks)
+        return is_listed(self._watch.record(), chunks)
 
     def is_expiring(self, chunks: Locations) -> Bools:
         """Return which chunks were withdrawn longer than half a grace ago.
@@ -110,7 +110,7 @@ class PendingDeleteFilter:
         """
         withdrawn_before_us = (time.time() - self.grace_seconds / 2) * 1e6
         record = self._watch.record()
-        return _is_pending({one: it for one, it in record.items() if it.at_us < withdrawn_before_us}, chunks)
+        return is_listed({one: it for one, it in record.items() if it.at_us < withdrawn_before_us}, chunks)
 
     def lost(self, chunks: Locations, source: ContainerSource) -> Bools:
         """Return which chunks are pending deletion or deleted.
@@ -209,14 +209,15 @@ class PendingDeleteFilter:
                     )
                     if int(ordinals_of_chunks.max()) >= len(existing) or not existing[ordinals_of_chunks].all():
                         return f"a chunk of container {other:016x} was collected"
-                if _is_pending(record, chunks).any():
+                if is_listed(record, chunks).any():
                     return f"a chunk that a segment of container {container:016x} references is pending deletion"
         except (Corrupt, NotFound) as err:
             return str(err)
         return None
 
 
-def _is_pending(record: dict[int, PendingDelete], chunks: Locations) -> Bools:
+def is_listed(record: Mapping[int, PendingDelete], chunks: Locations) -> Bools:
+    """Return which chunks a record of pending deletes, or of quarantined data, contains."""
     found = np.zeros(len(chunks), np.bool_)
     for container, rows in group_by_container(chunks.containers) if record else ():
         entry = record.get(container)

@@ -220,6 +220,17 @@ def test_entries_withdrawn_long_ago_are_no_lease(fleet: EdgeFleet) -> None:
     assert "upload the blob again" in failure(fleet.placed())
 
 
+def test_claim_of_a_damaged_chunk_fails_the_blob(fleet: EdgeFleet) -> None:
+    """Let the sender upload it again: its bytes then replace the damaged ones."""
+    fleet.store()
+    messages = fleet.reduce(CONTENT, b"b" * 16)
+    fleet.withdraw()
+    ((container, _), *_) = fleet.lane.containers.ids()
+    fleet.lane.quarantine.note({int(container): np.array([7], np.uint32)}, {}, everything=False)
+    assert "1 chunks are not in the store any more" in failure(fleet.handle(messages, b"b" * 16))
+    assert runs(fleet.handle(fleet.reduce(CONTENT, b"c" * 16), b"c" * 16))
+
+
 def test_claim_of_another_chunk_fails_the_blob(fleet: EdgeFleet) -> None:
     """Believe no location: a sender could read what it never had."""
     fleet.store()
