@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
 
@@ -31,7 +31,10 @@ from nearkin_shared.results import CONTENT_TYPE_TREE, VersionInfo
 from nearkin_shared.validation import CONTENT_TYPE
 
 if TYPE_CHECKING:
-    from nearkin.blob import VersionFile
+    from nearkin.client.sync import RemoteStore
+    from nearkin.store import Store
+
+    AnyStore = Store | RemoteStore
 
 DEFAULT_SHARE = 0.05
 CHOSEN_MAX = 1_000_000
@@ -41,31 +44,6 @@ PIECE_BYTES = 1 << 20
 """Unit of the sample of a version of `put`."""
 READ_BYTES = 1 << 20
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
-class DrillStore(Protocol):
-    """A store of which versions can be restored: `Store` or `RemoteStore`."""
-
-    def info(self, key: str, version: int | None = None) -> VersionInfo:
-        """Return a version."""
-
-    def tree(self, key: str, version: int | None = None) -> TreeReader:
-        """Return a reader of a tree's entries."""
-
-    def get(self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None) -> VersionFile:
-        """Return a version, or a range of its bytes."""
-
-    def restore(
-        self,
-        key: str,
-        target: str | Path,
-        *,
-        version: int | None = None,
-        path: bytes = b"",
-        options: RestoreOptions | None = None,
-        counts: RestoreCounts | None = None,
-    ) -> RestoreCounts:
-        """Restore a tree, or a part of it."""
 
 
 class DrillOptions(NamedTuple):
@@ -104,7 +82,7 @@ class DrillCounts:
             self.mismatches.append({"path": shown, "path_hex": path.hex(), "reason": reason})
 
 
-def run_drill(store: DrillStore, key: str, version: int, options: DrillOptions, counts: DrillCounts) -> dict[str, Any]:
+def run_drill(store: AnyStore, key: str, version: int, options: DrillOptions, counts: DrillCounts) -> dict[str, Any]:
     """Restore a sample of a version; return the report. Damage is part of the report.
 
     Raises NotFound, BadInput (the temporary folder, the source), NoRoom.
@@ -200,7 +178,7 @@ def _remove_folder(folder: bytes) -> None:
 
 
 def _drill_tree(
-    store: DrillStore, info: VersionInfo, tree: TreeReader, target: Path, options: DrillOptions, counts: DrillCounts
+    store: AnyStore, info: VersionInfo, tree: TreeReader, target: Path, options: DrillOptions, counts: DrillCounts
 ) -> None:
     chosen = _choose(tree, options)
     accepts: Callable[[TreeEntry], bool] | None = None
@@ -302,7 +280,7 @@ def _compare_source(entry: TreeEntry, path: bytes, counts: DrillCounts) -> None:
 # --- versions of put -------------------------------------------------------------------------------------------------
 
 
-def _drill_blob(store: DrillStore, info: VersionInfo, target: Path, options: DrillOptions, counts: DrillCounts) -> None:
+def _drill_blob(store: AnyStore, info: VersionInfo, target: Path, options: DrillOptions, counts: DrillCounts) -> None:
     path = target / "restored"
     with path.open("w+b") as file:
         for start, stop in _choose_pieces(info.size_bytes, options):

@@ -23,7 +23,7 @@ from nearkin.cli.session import (
 from nearkin_shared.errors import BadInput
 
 if TYPE_CHECKING:
-    from nearkin.cli.tree_location import SupportsTrees
+    from nearkin.cli.tree_location import AnyStore
     from nearkin.trees.backup_plan import PlannedCounts
     from nearkin.trees.backup_walk import BackupCounts, BackupOptions
     from nearkin.trees.exclusions import ExclusionOptions
@@ -184,13 +184,12 @@ def _check_exclusions(options: ExclusionOptions) -> None:
 
 
 def _back_up(session: Session, key: str, paths: Sequence[str], options: BackupOptions, *, as_lines: bool) -> int:
-    from nearkin.cli.tree_location import open_tree_store
     from nearkin.trees.backup_walk import BackupCounts
 
     started = time.perf_counter()
     counts = BackupCounts()
     with (
-        open_tree_store(session, read_only=False) as store,
+        session.open(read_only=False) as store,
         _progress(store, key, paths, options, counts, shown=not session.as_json, as_lines=as_lines),
     ):
         result = store.backup(key, paths, options=options, counts=counts)
@@ -199,7 +198,7 @@ def _back_up(session: Session, key: str, paths: Sequence[str], options: BackupOp
 
 @contextmanager
 def _progress(
-    store: SupportsTrees,
+    store: AnyStore,
     key: str,
     paths: Sequence[str],
     options: BackupOptions,
@@ -246,7 +245,7 @@ def _progress(
             thread.join()
 
 
-def _newest_tree_bytes(store: SupportsTrees, key: str) -> int | None:
+def _newest_tree_bytes(store: AnyStore, key: str) -> int | None:
     from nearkin_shared.errors import Corrupt, NotFound
 
     try:
@@ -255,7 +254,7 @@ def _newest_tree_bytes(store: SupportsTrees, key: str) -> int | None:
         return None
 
 
-def _store_folders(store: SupportsTrees) -> list[Path]:
+def _store_folders(store: AnyStore) -> list[Path]:
     from nearkin.store import Store
 
     return [store.root, store.index_folder] if isinstance(store, Store) else []
@@ -265,12 +264,11 @@ def _plan(session: Session, key: str, paths: Sequence[str], options: BackupOptio
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import print_json, print_line
     from nearkin.cli.progress import EntriesDone, entries_bar
-    from nearkin.cli.tree_location import open_tree_store
     from nearkin.trees.backup_plan import BackupPlan, PlannedCounts
     from nearkin_shared.utils.terminal import printable
 
     counts = PlannedCounts()
-    with open_tree_store(session) as store:
+    with session.open() as store:
         plan = BackupPlan(paths, options, _store_folders(store), counts)
         newest, unfinished = _parent_trees(store, key)
         with entries_bar(
@@ -289,7 +287,7 @@ def _plan(session: Session, key: str, paths: Sequence[str], options: BackupOptio
     return code
 
 
-def _parent_trees(store: SupportsTrees, key: str) -> tuple[TreeReader | None, TreeReader | None]:
+def _parent_trees(store: AnyStore, key: str) -> tuple[TreeReader | None, TreeReader | None]:
     """Return the newest tree of a key, and that of a checkpoint that was made after it."""
     from nearkin.store import Store
     from nearkin.trees.store_backup import checkpoint_key_of

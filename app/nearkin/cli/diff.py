@@ -39,7 +39,7 @@ def diff(before: str, after: str, no_metadata: bool) -> None:
     Files are compared by digest, no content is read. Inodes and ctimes are not compared.
     """
     from nearkin.cli.output import print_line
-    from nearkin.cli.tree_location import open_tree, open_tree_store, parse_location, resolve_location
+    from nearkin.cli.tree_location import open_tree, parse_location, resolve_location
     from nearkin.cli.tree_output import print_json_lines, show_path
     from nearkin.trees.tree_diff import ChangeKind, TreeSide, compare_trees
 
@@ -47,7 +47,7 @@ def diff(before: str, after: str, no_metadata: bool) -> None:
     totals = _Totals()
     for text in (before, after):
         parse_location(text)
-    with open_tree_store(session) as store:
+    with session.open() as store:
         first, second = (resolve_location(store, text) for text in (before, after))
         sides = [TreeSide(open_tree(store, found), found.path or b"") for found in (first, second)]
         summaries = sides[0].tree.summary, sides[1].tree.summary

@@ -124,7 +124,7 @@ def _run(location: str, options: DrillOptions, sign_key: Path | None, output: st
     from nearkin.cli.output import notice, report, warn
     from nearkin.cli.output_file import OutputFile
     from nearkin.cli.progress import EntriesDone, entries_bar
-    from nearkin.cli.tree_location import open_tree_store, parse_location, resolve_location
+    from nearkin.cli.tree_location import parse_location, resolve_location
     from nearkin.drill import DrillCounts, run_drill
     from nearkin.drill_report import read_private_key, sign
     from nearkin_shared.savings_table import human_bytes, plural
@@ -139,7 +139,7 @@ def _run(location: str, options: DrillOptions, sign_key: Path | None, output: st
     def read_progress() -> EntriesDone:
         return EntriesDone(counts.files, counts.restored_bytes, counts.mismatch_count, None)
 
-    with open_tree_store(session) as store, entries_bar("drill", read_progress, shown=not session.as_json):
+    with session.open() as store, entries_bar("drill", read_progress, shown=not session.as_json):
         found = resolve_location(store, location)
         if found.path:
             raise BadInput(f"drill {printable(location)}: samples a whole version; leave out :/PATH")

@@ -14,7 +14,7 @@ from nearkin.cli.session import AsWritten, Session, complete_file, current_sessi
 from nearkin_shared.errors import BadInput
 
 if TYPE_CHECKING:
-    from nearkin.cli.tree_location import ResolvedLocation, SupportsTrees
+    from nearkin.cli.tree_location import AnyStore, ResolvedLocation
     from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
 
@@ -36,13 +36,13 @@ def dump(location: str, output: str | None, archive: str | None) -> None:
     nanoseconds, extended attributes (SCHILY.xattr, for tar --xattrs), holes (GNU sparse 1.0).
     """
     from nearkin.cli.output import print_json
-    from nearkin.cli.tree_location import open_tree_store, parse_location, resolve_location
+    from nearkin.cli.tree_location import parse_location, resolve_location
 
     session = current_session()
     parse_location(location)
     check_json_output("dump", session, output)
     started = time.perf_counter()
-    with open_tree_store(session) as store:
+    with session.open() as store:
         found = resolve_location(store, location)
         if archive is not None:
             result = write_archive(session, store, found, output)
@@ -59,7 +59,7 @@ def check_json_output(command: str, session: Session, output: str | None) -> Non
 
 
 def write_tree_file(
-    session: Session, store: SupportsTrees, found: ResolvedLocation, output: str | None
+    session: Session, store: AnyStore, found: ResolvedLocation, output: str | None
 ) -> dict[str, object]:
     """Write a file of a tree; return a description for JSON.
 
@@ -101,9 +101,7 @@ def _find_file(tree: TreeReader, found: ResolvedLocation) -> PlacedEntry:
     return placed
 
 
-def write_archive(
-    session: Session, store: SupportsTrees, found: ResolvedLocation, output: str | None
-) -> dict[str, object]:
+def write_archive(session: Session, store: AnyStore, found: ResolvedLocation, output: str | None) -> dict[str, object]:
     """Write a folder or file of a tree as a tar archive; return a description for JSON.
 
     Raises BadInput, NotFound, Corrupt.

@@ -27,14 +27,14 @@ def export(location: str, output: str) -> None:
     """
     from nearkin.cli.dump import check_json_output, write_archive
     from nearkin.cli.output import print_json, report
-    from nearkin.cli.tree_location import open_tree_store, parse_location, resolve_location
+    from nearkin.cli.tree_location import parse_location, resolve_location
     from nearkin_shared.utils.terminal import printable
 
     session = current_session()
     parse_location(location)
     check_json_output("export", session, output)
     started = time.perf_counter()
-    with open_tree_store(session) as store:
+    with session.open() as store:
         result = write_archive(session, store, resolve_location(store, location), output)
     seconds = time.perf_counter() - started
     if session.as_json:

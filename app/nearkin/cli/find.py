@@ -14,7 +14,7 @@ from nearkin.cli.session import AsWritten, current_session, shared_options
 from nearkin_shared.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
-    from nearkin.cli.tree_location import ResolvedLocation, SupportsTrees
+    from nearkin.cli.tree_location import AnyStore, ResolvedLocation
     from nearkin_shared.formats.tree_entry_group import TreeEntry
     from nearkin_shared.formats.tree_layout import TreeSummary
 
@@ -49,7 +49,7 @@ def find(pattern: str, locations: tuple[str, ...], versions: bool, ignore_case: 
     """
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import print_line, warn
-    from nearkin.cli.tree_location import open_tree_store, parse_location
+    from nearkin.cli.tree_location import parse_location
     from nearkin.cli.tree_output import entry_json, entry_line, print_json_lines, show_path
     from nearkin_shared.utils.terminal import printable
 
@@ -58,7 +58,7 @@ def find(pattern: str, locations: tuple[str, ...], versions: bool, ignore_case: 
     for text in locations:
         parse_location(text)
     failures: list[str] = []
-    with open_tree_store(session) as store:
+    with session.open() as store:
         found = _search(store, _trees(store, locations, versions=versions), matches, failures)
         if session.as_json:
             print_json_lines(
@@ -90,7 +90,7 @@ def _compile(pattern: str, *, ignore_case: bool) -> Callable[[TreeEntry], bool]:
     return lambda entry: match(os.fsdecode(entry.name)) is not None
 
 
-def _trees(store: SupportsTrees, texts: Sequence[str], *, versions: bool) -> Iterator[ResolvedLocation]:
+def _trees(store: AnyStore, texts: Sequence[str], *, versions: bool) -> Iterator[ResolvedLocation]:
     """Yield the versions to search. Raises BadInput, NotFound."""
     from nearkin.cli.tree_location import ResolvedLocation, resolve_location
 
@@ -109,7 +109,7 @@ def _trees(store: SupportsTrees, texts: Sequence[str], *, versions: bool) -> Ite
 
 
 def _search(
-    store: SupportsTrees,
+    store: AnyStore,
     locations: Iterator[ResolvedLocation],
     matches: Callable[[TreeEntry], bool],
     failures: list[str],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,7 +15,6 @@ from nearkin_shared.errors import BadInput
 if TYPE_CHECKING:
     from nearkin.blob import Blob
     from nearkin.cli.arguments import ByteRange
-    from nearkin.cli.tree_location import SupportsTrees
     from nearkin.client.sync import RemoteBlob, RemoteStore
     from nearkin.store import Store
     from nearkin_shared.results import VersionInfo
@@ -90,9 +89,8 @@ def get(
         if path is not None:
             if byte_range is not None or explained or raw:
                 raise BadInput("--range, --explain, --raw: not for a file of a tree; pipe `nearkin dump` instead")
-            trees = cast("SupportsTrees", store)
-            found = ResolvedLocation(key, trees.info(key, number).version, path)
-            result = write_tree_file(session, trees, found, output)
+            found = ResolvedLocation(key, store.info(key, number).version, path)
+            result = write_tree_file(session, store, found, output)
         else:
             result = _write_version(session, _open_version(store, key, number, byte_range), output, explained, raw)
     if session.as_json:

@@ -63,7 +63,6 @@ def import_tar(key: str, archive: str, tags: tuple[str, ...], meta: tuple[str, .
     from nearkin.cli.arguments import check_key
     from nearkin.cli.backup_command import parse_tags, parse_tree_metadata
     from nearkin.cli.progress import EntriesDone, entries_bar
-    from nearkin.cli.tree_location import open_tree_store
     from nearkin.trees.tar_import import ImportCounts, ImportOptions
 
     session = current_session()
@@ -79,7 +78,7 @@ def import_tar(key: str, archive: str, tags: tuple[str, ...], meta: tuple[str, .
         return EntriesDone(counts.files, counts.read_bytes, counts.left_out, counts.total_bytes or None)
 
     with (
-        open_tree_store(session, read_only=False) as store,
+        session.open(read_only=False) as store,
         entries_bar("import", read_progress, shown=not session.as_json),
     ):
         source = sys.stdin.buffer if archive == "-" else archive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,7 +11,7 @@ from nearkin.cli.session import AsWritten, Session, current_session, shared_opti
 from nearkin_shared.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
-    from nearkin.cli.tree_location import SupportsTrees, TreeLocation
+    from nearkin.cli.tree_location import TreeLocation
     from nearkin.client.sync import RemoteStore
     from nearkin.store import Store
     from nearkin_shared.formats.tree_entry_group import TreeEntry
@@ -103,9 +103,8 @@ def _list_tree(
     from nearkin.cli.tree_output import entry_json, entry_line, print_json_lines, show_path
     from nearkin_shared.formats.tree_entry_group import EntryKind
 
-    trees = cast("SupportsTrees", store)
-    found = resolve_version(trees, location)
-    tree = open_tree(trees, found)
+    found = resolve_version(store, location)
+    tree = open_tree(store, found)
     entries = _entries(tree, found.path or b"", recursive=recursive)
     if session.as_json:
         print_json_lines(entry_json(entry, tree.summary) for _, entry in entries)

@@ -34,7 +34,6 @@ def mount(folder: Path, allow_other: bool) -> None:
     Needs FUSE: pip install 'nearkin[mount]', and the package fuse3 of the distribution.
     """
     from nearkin.cli.output import print_line, report
-    from nearkin.cli.tree_location import open_tree_store
     from nearkin.trees.fuse_mount import check_mount_point, load_fuse, mount_store
     from nearkin.trees.mounted_store import MountedStore
     from nearkin_shared.utils.terminal import printable, to_json
@@ -51,5 +50,5 @@ def mount(folder: Path, allow_other: bool) -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
 
-    with open_tree_store(session) as store:
+    with session.open() as store:
         mount_store(MountedStore(store), folder, announce, allow_other=allow_other)

@@ -81,7 +81,7 @@ def restore(
     system cannot set are counted by kind on stderr, and the exit code is 3; so it is if an entry cannot be written.
     Nothing is written through a symlink out of DIR.
     """
-    from nearkin.cli.tree_location import open_tree, open_tree_store, parse_location, resolve_location
+    from nearkin.cli.tree_location import open_tree, parse_location, resolve_location
     from nearkin.trees.restore_counts import Overwrite, RestoreOptions
 
     session = current_session()
@@ -93,7 +93,7 @@ def restore(
         raise BadInput("--delete: not with --include or --exclude, which would delete what they leave out")
     accepts = _compile(include, exclude) if include or exclude else None
     options = RestoreOptions(Overwrite(overwrite), delete, delete_excluded, accepts)
-    with open_tree_store(session) as store:
+    with session.open() as store:
         found = resolve_location(store, location)
         tree = open_tree(store, found)
         if flags["dry_run"]:

@@ -13,24 +13,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from nearkin_shared.errors import BadInput, Corrupt, NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from nearkin.blob import Blob
-    from nearkin.cli.session import Session
+    from nearkin.client.sync import RemoteStore
     from nearkin.store import Store
-    from nearkin.trees.backup_walk import BackupCounts, BackupOptions
-    from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
-    from nearkin.trees.store_backup import BackupResult
-    from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult
     from nearkin_shared.reading.tree_reader import TreeReader
-    from nearkin_shared.results import Damage, VersionInfo
+
+    AnyStore = Store | RemoteStore
 
 CANDIDATES_MAX = 64
 """Splits that are tried; each costs a lookup of its key."""
@@ -59,71 +51,6 @@ class ResolvedLocation(NamedTuple):
     def label(self) -> str:
         """The text that names the version: `KEY@VERSION`."""
         return f"{self.key}@{self.version}"
-
-
-class SupportsInfo(Protocol):
-    """A store, local or behind a server."""
-
-    def info(self, key: str, version: int | None = None) -> VersionInfo:
-        """Return a version."""
-
-
-class SupportsTrees(SupportsInfo, Protocol):
-    """A store with trees: `Store`, or a remote store with the same methods."""
-
-    def backup(
-        self,
-        key: str,
-        paths: Sequence[str | Path],
-        *,
-        options: BackupOptions | None = None,
-        counts: BackupCounts | None = None,
-    ) -> BackupResult:
-        """Store folders as one version."""
-
-    def import_tar(
-        self,
-        key: str,
-        source: str | Path | BinaryIO,
-        *,
-        options: ImportOptions | None = None,
-        counts: ImportCounts | None = None,
-    ) -> ImportResult:
-        """Store a tar archive as one version."""
-
-    def restore(
-        self,
-        key: str,
-        target: str | Path,
-        *,
-        version: int | None = None,
-        path: bytes = b"",
-        options: RestoreOptions | None = None,
-        counts: RestoreCounts | None = None,
-    ) -> RestoreCounts:
-        """Restore a tree, or a part of it."""
-
-    @property
-    def own_folders(self) -> tuple[Path, ...]:
-        """Folders of this machine that the store writes."""
-
-    def tree(self, key: str, version: int | None = None) -> TreeReader:
-        """Return a reader of a tree's entries."""
-
-    def get(self, key: str, version: int | None = None, *, start: int = 0, stop: int | None = None) -> Blob:
-        """Return a version, or a range of its bytes."""
-
-    def versions(
-        self, prefix: str = "", *, all_versions: bool = False, broken: Callable[[Damage], None] | None = None
-    ) -> list[VersionInfo]:
-        """Return the versions of keys that start with `prefix`."""
-
-
-@contextmanager
-def open_tree_store(session: Session, *, read_only: bool = True) -> Iterator[SupportsTrees]:
-    """Open the store, local or behind a server, for a command on trees."""
-    with session.open(read_only=read_only) as store:
-        yield cast("SupportsTrees", store)
 
 
 def parse_location(text: str) -> list[TreeLocation]:
@@ -182,7 +109,7 @@ def _is_key(text: str) -> bool:
     return True
 
 
-def resolve_location(store: SupportsInfo, text: str) -> ResolvedLocation:
+def resolve_location(store: AnyStore, text: str) -> ResolvedLocation:
     """Return the version that a text names.
 
     Raises BadInput, NotFound (no such key or version), Corrupt.
@@ -195,12 +122,12 @@ def resolve_location(store: SupportsInfo, text: str) -> ResolvedLocation:
     return resolve_version(store, location)
 
 
-def find_location(store: SupportsInfo, text: str) -> TreeLocation | None:
+def find_location(store: AnyStore, text: str) -> TreeLocation | None:
     """Return the split with the longest key that exists; None if none does. Raises BadInput."""
     return next((location for location in parse_location(text) if _exists(store, location.key)), None)
 
 
-def _exists(store: SupportsInfo, key: str) -> bool:
+def _exists(store: AnyStore, key: str) -> bool:
     try:
         store.info(key)
     except NotFound:
@@ -210,7 +137,7 @@ def _exists(store: SupportsInfo, key: str) -> bool:
     return True
 
 
-def resolve_version(store: SupportsInfo, location: TreeLocation) -> ResolvedLocation:
+def resolve_version(store: AnyStore, location: TreeLocation) -> ResolvedLocation:
     """Return the number of the version that a split names. Raises BadInput, NotFound, Corrupt."""
     from nearkin_shared.reading.tree_reader import tree_path
 
@@ -222,11 +149,11 @@ def resolve_version(store: SupportsInfo, location: TreeLocation) -> ResolvedLoca
     else:
         from nearkin.cli.version_at import find_version_at
 
-        number = find_version_at(cast("Store", store), location.key, location.version)
+        number = find_version_at(store, location.key, location.version)
     return ResolvedLocation(location.key, number, path)
 
 
-def open_tree(store: SupportsTrees, location: ResolvedLocation) -> TreeReader:
+def open_tree(store: AnyStore, location: ResolvedLocation) -> TreeReader:
     """Open the tree of a version.
 
     Raises BadInput if it is a blob without entries, and as `Store.tree` does.

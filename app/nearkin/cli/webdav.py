@@ -62,7 +62,6 @@ def webdav(
     Needs: pip install 'nearkin[webdav]'.
     """
     from nearkin.cli.output import print_line, warn
-    from nearkin.cli.tree_location import open_tree_store
 
     session = current_session()
     try:
@@ -82,7 +81,7 @@ def webdav(
         if sys.stdout is not None:
             sys.stdout.flush()
 
-    with open_tree_store(session) as store, suppress(KeyboardInterrupt):  # Ctrl-C is how one ends it
+    with session.open() as store, suppress(KeyboardInterrupt):  # Ctrl-C is how one ends it
         serve_webdav(store, options, announce)
 
 

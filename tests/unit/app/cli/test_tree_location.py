@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -18,6 +18,9 @@ from nearkin.cli.tree_location import (
     resolve_location,
 )
 from nearkin_shared.errors import BadInput, NotFound
+
+if TYPE_CHECKING:
+    from nearkin.store import Store
 
 
 class Keys:
@@ -42,7 +45,7 @@ class Keys:
 
 
 def resolve(text: str, *keys: str) -> tuple[Any, ...]:
-    return tuple(resolve_location(Keys(keys), text))
+    return tuple(resolve_location(cast("Store", Keys(keys)), text))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_location_of_no_key_is_not_found() -> None:
         resolve("home@4", "home")
     with pytest.raises(NotFound, match="had no version at 2026-10-01"):
         resolve("home@2026-10-01", "home")
-    assert find_location(Keys(()), "home") is None
+    assert find_location(cast("Store", Keys(())), "home") is None
 
 
 def test_location_path_with_parent_is_refused() -> None:
