@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--mode", nargs="+", choices=["all", *GC_MODES], help="compare modes, at compact_below 0.9")
     parser.add_argument("--delete-every", type=int, default=1, help="days between deletions of what is not kept")
     parser.add_argument("--scale", type=int, default=1, help="times 8 MB")
-    parser.add_argument("--merge-block-bytes", default="4MiB", help="gc.merge_block_bytes; 0: never")
+    parser.add_argument("--merge-block-bytes", default="4MiB", help="size of merged blocks; 0: never")
     given = parser.parse_args()
     edit = stretches if given.edits == "stretches" else small
     if given.mode:

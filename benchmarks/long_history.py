@@ -75,7 +75,7 @@ def main() -> None:
     given.add_argument("-c", "--corpus", default="rdb")
     given.add_argument("--versions", type=int, default=40)
     given.add_argument("--every", type=int, default=4, help="puts between GC runs")
-    given.add_argument("--merge-block-bytes", default="4MiB", help="gc.merge_block_bytes; 0: never")
+    given.add_argument("--merge-block-bytes", default="4MiB", help="size of merged blocks; 0: never")
     given.add_argument("--keep", type=int, help="versions that stay; without: all")
     chosen = given.parse_args()
     (corpus,) = find_corpora([chosen.corpus], chosen.versions)

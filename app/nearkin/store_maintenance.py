@@ -32,6 +32,7 @@ from nearkin_shared.errors import (
 )
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.manifest import CREATED_US_MAX, moment_of
+from nearkin_shared.limits import ERASE_GRACE_SECONDS
 from nearkin_shared.objectstore.base import LocalObjectStore, check_tenant
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.objectstore.parity import ParityObjectStore
@@ -484,18 +485,18 @@ class MaintainedStore:
             self.reserve.release,
         )
 
-    def erase_tenant(self, tenant: str, grace_seconds: int | None = None, *, despite_retention: bool = False) -> int:
+    def erase_tenant(
+        self, tenant: str, grace_seconds: int = ERASE_GRACE_SECONDS, *, despite_retention: bool = False
+    ) -> int:
         """Erase a tenant's data keys, so that its data are unreadable; return how many.
 
-        The tenant is closed at once; its keys are removed by the first `gc` after `grace_seconds` (None: the setting
-        deletion.erase_grace_seconds; 0: now). Until then `keyring.cancel_erasure` opens it again. Other tenants are
-        not affected. `gc` frees the bytes. A repeat completes an interrupted erasure; a tenant without keys can never
-        have one in this store afterwards. Raises BadInput (the store is not encrypted), RetentionActive (some of its
-        versions are retained; `despite_retention` erases them all the same), StoreLocked, StoreUnavailable.
+        The tenant is closed at once; its keys are removed by the first `gc` after `grace_seconds` (0: now). Until then
+        `keyring.cancel_erasure` opens it again. Other tenants are not affected. `gc` frees the bytes. A repeat
+        completes an interrupted erasure; a tenant without keys can never have one in this store afterwards. Raises
+        BadInput (the store is not encrypted), RetentionActive (some of its versions are retained; `despite_retention`
+        erases them all the same), StoreLocked, StoreUnavailable.
         """
         self._check_writable("erase_tenant")
-        if grace_seconds is None:
-            grace_seconds = self.settings.deletion.erase_grace_seconds
         if not isinstance(self._covered, EncryptedObjectStore):
             raise BadInput(f"store {self.root}: is not encrypted: delete the tenant's keys, and let `gc` free them")
         self._puts.check_none()

@@ -25,5 +25,9 @@ DEPTH_MAX = 64
 """Maximum depth of a chunk, whatever the settings; a container builder keeps one open block for each depth."""
 PREFIX_BYTES_MIN = 8
 """Shortest prefix that zstd accepts, in bytes."""
+ERASE_GRACE_SECONDS = 86_400
+"""How long an erasure can be cancelled before a tenant's keys are removed: mistakes are noticed within a day."""
+RESUMABLE_HOURS = 24
+"""A resumable upload must be complete this long after its creation: a client without a network is back in a day."""
 CLOCK_SKEW_SECONDS_MAX = 300
 """Largest accepted difference between the clocks of two machines."""

@@ -208,7 +208,7 @@ def test_config_shows_values_and_their_sources(tmp_path: Path, call: InProcess) 
     assert settings["chunker.algorithm"]["source"] == "default"
     shown = call("config", "--config", file).stdout.decode()
     assert re.search(r"delta\.max_depth +3 +file ", shown)
-    assert re.search(r"block\.thorough +false +default", shown)  # as a file has it
+    assert re.search(r"storage\.create +false +default", shown)  # as a file has it
     file.write_text("[delta]\nmax_dept = 3\n")
     assert_refused(call("--config", file, "config"), 2, "delta.max_dept")
     file.write_text("[delta\n")

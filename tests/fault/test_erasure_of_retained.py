@@ -15,6 +15,7 @@ from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.crypto.key_wrapping import generate
 from nearkin_shared.errors import RetentionActive, TenantErased
+from nearkin_shared.limits import ERASE_GRACE_SECONDS
 from tests.support.checks.commands import InProcess, assert_refused
 
 LATER = (datetime.now(UTC) + timedelta(days=30)).replace(microsecond=0)
@@ -52,7 +53,7 @@ def test_erasure_of_a_retained_tenant_is_refused(root: Path) -> None:
         store.retain("k", LATER - timedelta(days=1), 2)
     with open_root(root) as store:
         match = rf"'acme': retained versions: 2, the last one until {LATER:%Y-%m-%dT%H:%M:%SZ}"
-        for grace_seconds in (0, None):
+        for grace_seconds in (0, ERASE_GRACE_SECONDS):
             with pytest.raises(
                 RetentionActive, match=match + r" \('k' version 1, 'k' version 2\).*--despite-retention"
             ):

@@ -181,7 +181,7 @@ def test_gc_with_forged_swept_record_still_sweeps(root: Path) -> None:
 def test_erasure_waits_for_its_grace_and_is_counted(root: Path) -> None:
     """F.22: Within the grace the tenant is closed, nothing is removed, and a cancelled erasure leaves all readable."""
     before = objects(root)
-    with open_root(root, "acme", deletion={"erase_grace_seconds": 3600}) as store:
+    with open_root(root, "acme") as store:
         assert store.erase_tenant("acme") == 1
         with pytest.raises(TenantErased):
             store.get("k")

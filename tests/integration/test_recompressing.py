@@ -19,7 +19,7 @@ from nearkin_delta import block_encoder
 from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.optimize import recompress
 from nearkin_maintenance.optimize.recompress import Recompressor
-from nearkin_shared.errors import ConfigError, Corrupt
+from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.types import U8
@@ -108,11 +108,6 @@ def test_incompressible_block_is_left(tmp_path: Path, clock: Clock, chosen: Mapp
     with open_store(tmp_path / "off", settings=settings(CHOSEN, chosen), clock=clock, create=True) as store:
         put(store)
         assert store.gc().containers_rewritten == 0
-
-
-def test_unknown_zstd_level_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r'gc\.recompress_level "23": want 0 to 19'):
-        settings(CHOSEN, {"gc": {"recompress_level": 23}})
 
 
 def test_random_or_mostly_delta_data_is_left(store: Store, clock: Clock) -> None:

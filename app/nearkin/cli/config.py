@@ -37,6 +37,7 @@ def _store_settings(session: Session, settings: Settings) -> SettingRows:
     from dataclasses import asdict
 
     from nearkin_shared.config.loader import displayed_value
+    from nearkin_shared.config.settings import FIXED_FIELDS
 
     try:
         with session.open_folder() as store:
@@ -48,7 +49,9 @@ def _store_settings(session: Session, settings: Settings) -> SettingRows:
         return {}
     profile = f"profile {store.settings.profile} of the store"
     changed = {
-        name: (displayed_value(name, value), profile) for name, value in used.items() if value != given.get(name)
+        name: (displayed_value(name, value), profile)
+        for name, value in used.items()
+        if name not in FIXED_FIELDS and value != given.get(name)
     }
     ours = {name for name, value in recorded.items() if name not in session.explicit and used[name] == value}
     return changed | {name: (used[name], "store") for name in ours}

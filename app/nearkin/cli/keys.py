@@ -17,6 +17,7 @@ import click
 
 from nearkin.cli.session import AsWrittenGroup, current_session, json_option, shared_options
 from nearkin_shared.errors import BadInput
+from nearkin_shared.limits import ERASE_GRACE_SECONDS
 from nearkin_shared.tenant_names import tenant_problem
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def rewrap() -> None:
 @keys.command()
 @click.argument("tenant", metavar="TENANT")
 @click.option("--yes", is_flag=True, help="Do not ask for the tenant's name again.")
-@click.option("--now", is_flag=True, help="Remove the keys now, without deletion.erase_grace_seconds: final.")
+@click.option("--now", is_flag=True, help="Remove the keys now, without a day to cancel: final.")
 @click.option("--cancel", is_flag=True, help="Cancel an erasure whose grace is not over.")
 @click.option("--despite-retention", is_flag=True, help="Erase versions that must be retained, too.")
 @shared_options
@@ -151,7 +152,7 @@ def erase(tenant: str, yes: bool, now: bool, cancel: bool, despite_retention: bo
     """Erase a tenant: remove its data keys, so that its data can never be read again.
 
     nearkin keys erase db
-    nearkin keys erase db --cancel       # before deletion.erase_grace_seconds are over
+    nearkin keys erase db --cancel       # within a day
     nearkin keys erase db --now --yes    # no grace, no way back
 
     The tenant is closed at once: none of its data is read or written, services stop within a minute. The first
@@ -180,7 +181,7 @@ def erase(tenant: str, yes: bool, now: bool, cancel: bool, despite_retention: bo
         if typed != tenant:
             raise BadInput(f"keys erase {tenant!r}: {typed!r} was typed; nothing was erased")
     settings, _ = session.load()
-    grace_seconds = 0 if now else settings.deletion.erase_grace_seconds
+    grace_seconds = 0 if now else ERASE_GRACE_SECONDS
     if settings.object_store.url is None:
         with session.open_local(read_only=False) as store:
             count = store.erase_tenant(tenant, grace_seconds, despite_retention=despite_retention)

@@ -125,7 +125,7 @@ class EmbeddedIngest:
         self.disk = disk
         """Threads that spool bodies."""
         # Bodies of uploads, of resumable ones handed over, a word that a GC run is wanted, that one has ended, to stop.
-        self._queue: Queue[_Job | _Wake | None] = Queue(settings().gateway.uploads_max + HAND_OVERS_MAX + 3)
+        self._queue: Queue[_Job | _Wake | None] = Queue(limits.UPLOADS_MAX + HAND_OVERS_MAX + 3)
         UPLOADS.watch(self, "writer")
         self._scrubbing = BackgroundScrubTask(store)
         self._thread = threading.Thread(target=self._run, name="nearkin-gateway-writer", daemon=True)

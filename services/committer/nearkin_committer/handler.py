@@ -60,7 +60,7 @@ RECORDS_MAX = 1 << 20
 STAGES_BEFORE = frozenset(WAITS) - {"committer"}
 """A blob may miss segments that wait for one of these. It holds back the committers' own offset."""
 LATE_TIMES = 1 + len(STAGES_BEFORE)
-"""A blob fails after this many times kafka.upload_idle_seconds: a stage with a shorter lag is not detected, and
+"""A blob fails after this many times `upload_idle_seconds`: a stage with a shorter lag is not detected, and
 segments may meet such a lag in each stage."""
 LOOKS = 10
 """Checks of the stages' lag in each such time: a lag may appear and disappear in between."""

@@ -10,6 +10,12 @@ from nearkin_shared.limits import KIB, MIB
 
 HEADER_BYTES_MAX = 64 * KIB
 """Size of a request's head, metadata included: as much as metadata may take; a larger head is refused with 431."""
+CONNECTIONS_MAX = 1024
+"""Connections of one gateway; further ones are refused with 503. Idle ones make room; each takes one open file."""
+UPLOADS_MAX = 128
+"""Concurrent uploads; each buffers one frame of at most 900 KiB."""
+DOWNLOADS_MAX = 32
+"""Concurrent restores; each buffers at most four pieces of 4 MiB, and with S3 32 MiB of blocks in flight."""
 IDLE_PER_ADDRESS_MAX = 256
 """Connections of one peer address without a complete request head; for one more the oldest is closed."""
 TENANT_SHARE = 0.75

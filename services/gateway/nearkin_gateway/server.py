@@ -18,11 +18,11 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.app import create_app, with_middleware
 from nearkin_gateway.backends.source_dedup import ConnectEdge
 from nearkin_gateway.http.connection_protocol import bounded_protocol
 from nearkin_gateway.state import Gateway
-from nearkin_shared.config.services import GatewaySettings
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError
 from nearkin_shared.observability import log_setup, tracing
@@ -130,7 +130,7 @@ def make_server(settings: Settings, gateway: Gateway, ready: Callable[[str], Non
             host=bounds.host,
             port=bounds.port,
             loop="uvloop",
-            http=bounded_protocol(bounds),
+            http=bounded_protocol(),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -147,13 +147,13 @@ def make_server(settings: Settings, gateway: Gateway, ready: Callable[[str], Non
     )
 
 
-def make_room_for_files(bounds: GatewaySettings) -> None:
-    """Raise the soft limit of open files to the bounds of the settings.
+def make_room_for_files() -> None:
+    """Raise the soft limit of open files to CONNECTIONS_MAX and those that requests open.
 
     With the usual limit of 1024, a client without a token that held 1000 idle connections kept every put and get from
     opening a file.
     """
-    wanted = bounds.connections_max + OTHER_FILES
+    wanted = limits.CONNECTIONS_MAX + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
@@ -161,9 +161,8 @@ def make_room_for_files(bounds: GatewaySettings) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
     if room < wanted:
         _log.warning(
-            "gateway.connections_max %d: wants %d open files, the system lets this process have %d; raise its limit "
-            "(ulimit -Hn) or lower the setting",
-            bounds.connections_max, wanted, room,
+            "%d connections need %d open files, the system lets this process have %d; raise its limit (ulimit -Hn)",
+            limits.CONNECTIONS_MAX, wanted, room,
         )  # fmt: skip
 
 
@@ -179,7 +178,7 @@ def serve(
     monitor = Monitor(settings.monitor)
     monitor.start()
     tracing.start(settings, "gateway", socket.gethostname())
-    make_room_for_files(settings.gateway)
+    make_room_for_files()
     try:
         with log_setup.audit_file(settings):
             gateway = make_gateway(settings, config_file, lock_wait_seconds, embedded, connect_edge)

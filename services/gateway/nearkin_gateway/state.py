@@ -100,9 +100,9 @@ class Gateway:
         if self.tokens is not None:
             self.tokens.on_change = self.audit.record_token_changes
         shares, rates = shares_of(bounds), (limits.SLOW_BYTES_PER_SECOND, limits.BUSY_BYTES_PER_SECOND)
-        self.uploads = ConcurrencyLimit("uploads", bounds.uploads_max, shares, rates)
+        self.uploads = ConcurrencyLimit("uploads", limits.UPLOADS_MAX, shares, rates)
         self.hand_overs = asyncio.Semaphore(HAND_OVERS_MAX)
-        self.downloads = ConcurrencyLimit("downloads", bounds.downloads_max, shares, rates)
+        self.downloads = ConcurrencyLimit("downloads", limits.DOWNLOADS_MAX, shares, rates)
         self.explanations = ConcurrencyLimit("explanations", EXPLANATIONS_MAX, shares)
         self.load = PipelineLoad(None if self.pipeline is None else self.pipeline.wait_seconds, self.pools.control)
         in_flight = InFlightUploads()

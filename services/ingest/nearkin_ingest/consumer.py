@@ -4,7 +4,7 @@
 
 Blobs of a key become versions in the order of their records. A record that is delivered again has the same origin, so
 it is committed once. A record that can never be stored becomes a dead letter; one whose object cannot be read now holds
-back its own partition only, at most for `ingest.retry_seconds`. After a loss of Kafka the consumer restarts from its
+back its own partition only, at most for RECORD_RETRY_SECONDS. After a loss of Kafka the consumer restarts from its
 committed offsets (`run_forever`).
 
 Invariant: a record's offset is committed after its blob, or its dead letter, is durable.
@@ -72,6 +72,8 @@ BATCH_RECORDS = 500
 ALIVE_SECONDS = 5.0
 """Interval at which a consumer polls while it streams a long object, to stay in the group."""
 BACKOFF_SECONDS_MAX = 30.0
+RECORD_RETRY_SECONDS = 3600
+"""How long a record may block its partition while a dependency is unavailable; then it becomes a dead letter."""
 
 _Place = tuple[str, int]
 _Piece = TypeVar("_Piece", bytes, memoryview)
@@ -238,7 +240,7 @@ class IngestConsumer:
         stall = self._stalled.get((record.topic, record.partition))
         if stall is None or stall.offset != record.offset:
             return False
-        return time.monotonic() - stall.since > self._settings.ingest.retry_seconds
+        return time.monotonic() - stall.since > RECORD_RETRY_SECONDS
 
     def _stall(self, record: UserRecord, err: DependencyUnavailable) -> None:
         """Seek back to a record and pause its partition until the next attempt."""

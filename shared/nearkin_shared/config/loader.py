@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nearkin_shared.config import settings as config_settings
 from nearkin_shared.config.plain import SECTIONS, make_plain_settings, nest_values
-from nearkin_shared.config.settings import HIDDEN, PROFILES, SECRETS, Settings
+from nearkin_shared.config.settings import FIXED_FIELDS, HIDDEN, PROFILES, SECRETS, Settings
 from nearkin_shared.config.validators import InvalidValue, UnknownName
 from nearkin_shared.errors import ConfigError, choose
 from nearkin_shared.utils.terminal import printable
@@ -62,6 +62,10 @@ def load(
         layers.append(("environment", _read_environment()))
     if overrides:
         layers.append(("argument", {name: value for name, value in overrides.items() if value is not None}))
+    for source, layer in layers:
+        for name, _ in _flatten(layer):
+            if name in FIXED_FIELDS:
+                _refuse_removed(name, {name: source})
     source, profile = next(
         ((source, layer["profile"]) for source, layer in reversed(layers) if "profile" in layer), ("default", "default")
     )
@@ -77,6 +81,7 @@ def load(
     return settings, {
         name: Origin(displayed_value(name, value), _name_source(_source_of(name, sources), name))
         for name, value in _flatten(asdict(settings))
+        if name not in FIXED_FIELDS
     }
 
 
@@ -100,7 +105,8 @@ def _validate(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings
     if plain is not None:
         return plain
     for name, _ in _flatten(merged):
-        _refuse_removed(name, sources)
+        if name not in FIXED_FIELDS:
+            _refuse_removed(name, sources)
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -272,13 +278,14 @@ def _written_form(value: object) -> str:
 
 
 def _fields(section: str | None) -> list[str]:
-    """Return the field names of a section; for None those of Settings, sections included.
+    """Return the names of settings in a section; for None those of Settings, with sections.
 
     Empty if there is no such section.
     """
     if section is None:
         return list(Settings.__dataclass_fields__)
-    return list(type(SECTIONS[section]).__dataclass_fields__) if section in SECTIONS else []
+    names = type(SECTIONS[section]).__dataclass_fields__ if section in SECTIONS else ()
+    return [name for name in names if f"{section}.{name}" not in FIXED_FIELDS]
 
 
 def _close_names(name: str, known: Sequence[str]) -> list[str]:

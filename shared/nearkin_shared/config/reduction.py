@@ -61,9 +61,9 @@ class FeatureSettings:
 
     algorithm: Annotated[str, NameChoice(FEATURES)] = "finesse"
     """`finesse`, `ntransform` or `odess` super-features; `none`: bases by locality alone."""
-    count: Annotated[int, NumberRange(1, 64)] = 12
-    """Features of a chunk, a multiple of `super_features`."""
-    super_features: Annotated[int, NumberRange(1, 16)] = 3
+    count: int = 12
+    """Features of a chunk, a multiple of `super_features`; 12 in 3 groups, as in Finesse (docs/adr/0067)."""
+    super_features: int = 3
     """Groups of features; two chunks are similar if one super-feature is equal."""
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class DeltaSettings:
 
 @held
 class BlockSettings:
-    """How fresh chunks are grouped into blocks and compressed. Hot, except `thorough`."""
+    """How fresh chunks are grouped into blocks and compressed. Hot."""
 
     __pydantic_config__ = FORBID_OTHERS
 

@@ -18,7 +18,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from nearkin_shared.config import validators
-from nearkin_shared.config.settings import HOT_FIELDS, SECRETS, Settings
+from nearkin_shared.config.settings import FIXED_FIELDS, HOT_FIELDS, SECRETS, Settings
 from nearkin_shared.limits import GIB, KIB, MIB
 from nearkin_shared.utils.frozen import frozen
 
@@ -48,13 +48,13 @@ class SettingSection:
 
 
 def sections() -> list[SettingSection]:
-    """Return all sections, in the order of `nearkin config`."""
+    """Return all sections that have settings, in the order of `nearkin config`."""
     found = {"": SettingSection("", "Settings of every command.", tuple(_settings(Settings, "")))}
     for field in fields(Settings):
         section = _section_of(get_type_hints(Settings)[field.name])
-        if section is not None:
+        if section is not None and (settings := tuple(_settings(section, f"{field.name}."))):
             meaning = inspect.cleandoc(section.__doc__ or "")
-            found[field.name] = SettingSection(field.name, meaning, tuple(_settings(section, f"{field.name}.")))
+            found[field.name] = SettingSection(field.name, meaning, settings)
     return list(found.values())
 
 
@@ -68,7 +68,7 @@ def _settings(section: type[Any], prefix: str) -> Iterator[SettingDoc]:
     hints, descriptions = get_type_hints(section, include_extras=True), _read_descriptions(section)
     for field in fields(section):
         kind, name = hints[field.name], f"{prefix}{field.name}"
-        if _section_of(kind) is not None:
+        if _section_of(kind) is not None or name in FIXED_FIELDS:
             continue
         default = field.default
         yield SettingDoc(

@@ -23,7 +23,7 @@ from nearkin_shared.config.validators import (
     Text,
     TopicTenants,
 )
-from nearkin_shared.limits import GIB, MIB
+from nearkin_shared.limits import GIB
 from nearkin_shared.utils.frozen import held
 
 REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
@@ -106,9 +106,9 @@ class KafkaSettings:
     """Whether records on internal topics without a MAC are accepted. "accept" is for an upgrade from a release that
     sends none. Records with a wrong MAC are always refused.
     """
-    session_timeout_ms: Annotated[int, NumberRange(6_000, 300_000)] = 10_000
+    session_timeout_ms: int = 10_000
     """A worker that sends no heartbeat for this time loses its partitions to the others."""
-    upload_idle_seconds: Annotated[int, NumberRange(1, 86_400)] = 300
+    upload_idle_seconds: int = 300
     """An upload that receives no frame for this long fails. Must exceed 40: a gateway waits 30 s for a byte, then sends
     a frame within 10 s.
     """
@@ -141,8 +141,6 @@ class IngestSettings:
     """Folder of the object store with the objects that records may name; {tenant} is replaced by the tenant. Unset:
     records may name no object.
     """
-    retry_seconds: Annotated[int, NumberRange(1, 604_800)] = 3600
-    """How long a record may block its partition while a dependency is unavailable; then it becomes a dead letter."""
 
 
 @held
@@ -154,10 +152,6 @@ class PipelineSettings:
     stages: Annotated[str, StageGroups()] = "fused"
     """`fused` (all stages in each worker), `split` (a worker for each stage), or groups such as
     `chunker+dedup, resemblance+delta+committer`. Stages of one worker pass messages in memory, others through Kafka.
-    """
-    inline_bytes: Annotated[int, SizeRange(0, 2048 * GIB)] = MIB
-    """The bytes of a larger upload wait in the object store (`staging/`) while Kafka carries references to them. Those
-    of a smaller one, and all of an encrypted store, go through Kafka.
     """
 
 
@@ -191,20 +185,12 @@ class GatewaySettings:
     """
     body_bytes_max: Annotated[int, SizeRange(1, 2048 * GIB)] = 1024 * GIB
     """A larger body is refused with 413."""
-    connections_max: Annotated[int, NumberRange(1, 65_536)] = 1024
-    """Maximum number of connections; further ones are refused with 503."""
-    uploads_max: Annotated[int, NumberRange(1, 4096)] = 128
-    """Concurrent uploads; each buffers one frame of at most 900 KiB."""
-    downloads_max: Annotated[int, NumberRange(1, 1024)] = 32
-    """Concurrent restores; each buffers at most four pieces of 4 MiB, and with S3 32 MiB of blocks in flight."""
     address_share: Annotated[float, ShareRange(1.0)] = 0.75
     """The share of uploads, downloads, explanations and open resumable uploads that one peer address may use (IPv6: one
     /64). Behind a proxy all callers have its address: set 1.
     """
     requests_per_second: Annotated[int, NumberRange(0, 1_000_000)] = 1000
     """Rate for each token (without tokens: each address), in bursts of as many requests; 0: unlimited."""
-    resumable_hours: Annotated[int, NumberRange(1, 720)] = 24
-    """A resumable upload must be complete this long after its creation."""
     access_log: bool = True
     """Log a line for each request except successful probes (logger `nearkin.access`)."""
     cors_origins: Annotated[tuple[str, ...], Origins()] = ()
@@ -260,7 +246,7 @@ class MonitorSettings:
     """Address to listen on."""
     port: Annotated[int | None, NumberRange(0, 65_535)] = None
     """Port to listen on. Unset: none. 0 selects a free port and prints it."""
-    stall_seconds: Annotated[int, NumberRange(10, 86_400)] = 300
+    stall_seconds: int = 300
     """A worker without any step for this long is not live. An unavailable dependency is tried again after at most 60 s,
     and each try counts as a step; Kafka itself removes a consumer after 600 s.
     """

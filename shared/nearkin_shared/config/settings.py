@@ -60,12 +60,20 @@ SECRET_URLS = frozenset({"redis.url"})
 HIDDEN = "***"
 HOT_FIELDS = frozenset(
     {
-        *("features.algorithm", "features.count", "features.super_features"),
-        *("base.policy", "delta.codec", "delta.max_depth"),
-        *("block.raw_bytes", "block.delta_bytes", "block.level", "service.read_only", "service.paused"),
+        *("features.algorithm", "base.policy", "delta.codec", "delta.max_depth", "block.level"),
+        *("service.read_only", "service.paused"),
     }
 )
 """Settings that a running service applies from a changed file or `PATCH /v1/config`; others need a restart."""
+FIXED_FIELDS = frozenset(
+    {
+        *("features.count", "features.super_features", "block.raw_bytes", "block.delta_bytes", "block.thorough"),
+        *("runner.batch_bytes", "gc.merge_block_bytes", "gc.merge_versions_min", "gc.recompress_level"),
+        *("kafka.session_timeout_ms", "kafka.upload_idle_seconds", "retention.superseded_seconds"),
+        "monitor.stall_seconds",
+    }
+)
+"""Constants, some chosen by a profile: no file, variable or argument sets them; tests do, by `with_changes`."""
 PROFILE_NAMES = ("default", "archive", "finesse-paper")
 
 

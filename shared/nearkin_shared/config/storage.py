@@ -192,10 +192,6 @@ class DeletionSettings:
     """How long a version that is deleted from now on can be restored with `undelete`, up to ten years; none of its data
     are freed before. A week: a mistake made on a Friday is found on the Monday after the next weekend.
     """
-    erase_grace_seconds: Annotated[int, NumberRange(0, 31_536_000)] = 86_400
-    """How long `nearkin keys erase` waits before a tenant's keys are removed; until then it can be cancelled. The
-    tenant's data cannot be read or written from the start of the grace.
-    """
 
 
 _KEPT = NumberRange(-1, 1_000_000)
@@ -256,7 +252,7 @@ class RetentionSettings:
 
     min_age_seconds: Annotated[int, _SECONDS] = 0
     """No caller can delete a version of any key before this age, by the server's clock."""
-    superseded_seconds: Annotated[int, _SECONDS] = 86_400
+    superseded_seconds: int = 86_400
     """The policies keep a version that was the newest less than this time ago: many new versions expire no older one.
     """
     policies: tuple[RetentionPolicy, ...] = ()
@@ -284,14 +280,14 @@ class GcSettings:
     """
     merge_block_bytes: Annotated[int, SizeRange(0, 16 * MIB)] = 4 * MIB
     """Where base chains reach `delta.max_depth`, a run merges the chunks that newer versions changed in a region into
-    that region's block, up to this many decoded bytes; 0: never. With `gc.recompress_level` 40 dumps take 50.6 MB in
+    that region's block, up to this many decoded bytes; 0: never. With recompression 40 dumps take 50.6 MB in
     place of 81.4, the last 16 of 44 take 42 to 44 in place of 64 to 66 (docs/adr/0033, 0035, 0036).
     """
-    merge_versions_min: Annotated[int, NumberRange(2, 65_536)] = 12
+    merge_versions_min: int = 12
     """Minimum number of kept versions that depend on one region before its chunks are merged (a large region of several
     containers counts as several): for fewer, merging costs more than it saves (docs/adr/0033).
     """
-    recompress_level: Annotated[int, NumberRange(0, 19)] = 9
+    recompress_level: int = 9
     """zstd level at which a run recompresses, once, blocks without bases that a put wrote at a lower `block.level`; 0:
     never. Ten botocore releases take a fifth less, twelve dumps a seventh (docs/adr/0036).
     """

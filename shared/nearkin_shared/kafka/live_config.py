@@ -35,7 +35,7 @@ from tenacity import RetryCallState, Retrying, sleep_using_event, stop_when_even
 from watchfiles import watch
 
 from nearkin_shared.config.loader import load, with_changes
-from nearkin_shared.config.settings import HOT_FIELDS, Settings
+from nearkin_shared.config.settings import FIXED_FIELDS, HOT_FIELDS, Settings
 from nearkin_shared.errors import BadInput, NearkinError, NotAuthentic
 from nearkin_shared.kafka.clients import as_bytes, consumer, group, is_final, topic
 from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
@@ -78,6 +78,18 @@ def check_changes(changes: object) -> dict[str, dict[str, Any]]:
                     f'{section}.{name} "{fields[name]}": not a hot setting; hot are {", ".join(sorted(HOT_FIELDS))}'
                 )
     return {section: dict(fields) for section, fields in changes.items()}
+
+
+def drop_constants(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the changes of an older release without settings that are constants now."""
+    kept: dict[str, dict[str, Any]] = {}
+    for section, fields in changes.items():
+        for name, value in fields.items():
+            if f"{section}.{name}" in FIXED_FIELDS:
+                _log.warning("topic config: %s.%s is a constant now; its change has no effect", section, name)
+            else:
+                kept.setdefault(section, {})[name] = value
+    return kept
 
 
 def merge_changes(changes: Mapping[str, Any], patch: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -212,9 +224,9 @@ class LiveConfig:
                 raise BadInput(f"{len(value)} bytes: want at most {CHANGES_BYTES_MAX}")
             message = json.loads(value)
             ident, over = str(message.get("id", ""))[:AUDIT_TEXT_MAX], message.get("over")
-            changes = whole = check_changes(message["changes"])
+            changes = whole = check_changes(drop_constants(message["changes"]))
             if over is not None and self._heard not in (None, over):
-                changes = merge_changes(self.changes, check_changes(message["patch"]))
+                changes = merge_changes(self.changes, check_changes(drop_constants(message["patch"])))
             self._apply(from_topic=changes)
             self._remember(message, changes)
         except (NearkinError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:

@@ -1,6 +1,6 @@
 """Report the health of a process over HTTP.
 
-    /livez     503 once a loop did no step for `monitor.stall_seconds`: the supervisor restarts the process
+    /livez     503 once a loop did no step for `stall_seconds`: the supervisor restarts the process
     /readyz    503 until connected, while a dependency is unavailable, and while it stops
     /metrics   Prometheus text format
 

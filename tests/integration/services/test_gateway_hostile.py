@@ -30,8 +30,14 @@ SLOW_SECONDS = 1
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    changes = {"body_bytes_max": 4 * MIB, "uploads_max": 4, "address_share": 1, "connections_max": 40}
-    bounds = {"HEADER_BYTES_MAX": 8192, "SLOW_SECONDS": SLOW_SECONDS, "SLOW_BYTES_PER_SECOND": 1000}
+    changes = {"body_bytes_max": 4 * MIB, "address_share": 1}
+    bounds = {
+        "UPLOADS_MAX": 4,
+        "CONNECTIONS_MAX": 40,
+        "HEADER_BYTES_MAX": 8192,
+        "SLOW_SECONDS": SLOW_SECONDS,
+        "SLOW_BYTES_PER_SECOND": 1000,
+    }
     settings = embedded(tmp_path_factory.mktemp("store"), {"gateway": changes})
     with running(settings, **bounds, TENANT_SHARE=1) as found:  # one caller fills all of it
         yield found
@@ -210,7 +216,7 @@ def test_one_upload_too_many_is_503(gateway: RunningGateway) -> None:
 
 
 def test_one_connection_too_many_is_refused(tmp_path: Path) -> None:
-    with running(embedded(tmp_path, {"gateway": {"connections_max": 4}})) as own:
+    with running(embedded(tmp_path), CONNECTIONS_MAX=4) as own:
         body = head("/v1/blobs/held", "Content-Length: 100000")  # under way: an idle one would make room
         holders = [socket.create_connection(("127.0.0.1", own.port)) for _ in range(4)]
         try:

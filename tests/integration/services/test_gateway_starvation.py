@@ -83,7 +83,7 @@ def is_open(connection: socket.socket) -> bool:
 
 def test_half_sent_heads_deny_no_other_client(tmp_path: Path) -> None:
     """Answer each new request while half-sent heads of many addresses take all connections."""
-    with running(embedded(tmp_path, {"gateway": {"connections_max": 20}})) as gateway, ExitStack() as held:
+    with running(embedded(tmp_path), CONNECTIONS_MAX=20) as gateway, ExitStack() as held:
         heads = [held.enter_context(half_sent(gateway.port, f"127.0.0.{2 + number}")) for number in range(20)]
         until(lambda: gateway.connections == 20)
         for _ in range(5):
@@ -123,8 +123,8 @@ def test_slow_readers_of_one_token_deny_no_other_tenant(tmp_path: Path) -> None:
     """Bound slow readers to their token's share of the downloads (429)."""
     evil = tokens.create(tmp_path / "tokens.json", "default", ["read", "write"])[0]
     victim = tokens.create(tmp_path / "tokens.json", "victim", ["read"])[0]
-    changes = {"auth": {"tokens_file": str(tmp_path / "tokens.json")}, "gateway": {"downloads_max": 4}}
-    with running(embedded(tmp_path / "store", changes)) as gateway, ExitStack() as held:
+    changes = {"auth": {"tokens_file": str(tmp_path / "tokens.json")}}
+    with running(embedded(tmp_path / "store", changes), DOWNLOADS_MAX=4) as gateway, ExitStack() as held:
         with gateway.client(evil) as client:
             assert client.put("/v1/blobs/big", content=os.urandom(8 << 20)).status_code == 201
             for taken in (1, 2):

@@ -327,7 +327,8 @@ def test_store_outage_delays_its_partition_only(world: World) -> None:
     assert world.read("dead") == []
 
 
-def test_record_waiting_too_long_is_dead_letter(world: World) -> None:
+def test_record_waiting_too_long_is_dead_letter(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest_consumer, "RECORD_RETRY_SECONDS", 1)
     (world.folder / "in" / "dump").write_bytes(b"content")
     world.produce([(b"away", None, [("dataref", b"in/dump")]), (b"after", b"2", [])])
     settings = load(
@@ -337,7 +338,7 @@ def test_record_waiting_too_long_is_dead_letter(world: World) -> None:
                 "bootstrap_servers": world.settings.kafka.bootstrap_servers,
                 "topic_prefix": world.settings.kafka.topic_prefix,
             },
-            "ingest": {"topics": [world.users], "dataref_prefix": "in/", "retry_seconds": 1},
+            "ingest": {"topics": [world.users], "dataref_prefix": "in/"},
         },
     )[0]
     with world.running(UnreachableObjectStore(world.folder), settings=settings):

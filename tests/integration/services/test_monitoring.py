@@ -21,12 +21,12 @@ from confluent_kafka.admin import AdminClient
 from nearkin_gateway.http.problems import Problem
 from nearkin_gateway.setting_changes import ConfigChanges
 from nearkin_shared.config.loader import load
-from nearkin_shared.errors import ConfigError
+from nearkin_shared.errors import BadInput, ConfigError
 from nearkin_shared.kafka import clients
 from nearkin_shared.kafka import live_config as hot_module
 from nearkin_shared.kafka.clients import connection, consumer, group, producer, topic
 from nearkin_shared.kafka.lag import WAITS, LagWatch
-from nearkin_shared.kafka.live_config import LiveConfig, config_message, merge_changes
+from nearkin_shared.kafka.live_config import LiveConfig, check_changes, config_message, merge_changes
 from nearkin_shared.kafka.topics import prepare_topics
 from nearkin_shared.observability import metrics
 from tests.support.checks.waiting import until
@@ -43,7 +43,7 @@ def sections(kafka: Any, topic_prefix: str, tmp_path: Path) -> dict[str, dict[st
     return {
         "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix, "partitions": 2},
         "object_store": {"url": str(tmp_path / "objects")},
-        "monitor": {"port": 0, "stall_seconds": 10},
+        "monitor": {"port": 0},
     }
 
 
@@ -320,6 +320,7 @@ def test_topics_are_made_once_and_kept(sections: dict[str, dict[str, Any]], tmp_
 
 def test_concurrent_changes_all_apply(
     sections: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Keep both changes although each gateway merges over what it has read.
 
@@ -337,7 +338,7 @@ def test_concurrent_changes_all_apply(
 
     patches: list[dict[str, dict[str, Any]]] = [
         {"block": {"level": 7}}, {"features": {"algorithm": "odess"}}, {"service": {"paused": True}},
-        {"block": {"raw_bytes": "1MiB"}}, {"delta": {"max_depth": 2}}, {"service": {"read_only": True}},
+        {"base": {"policy": "first-fit"}}, {"delta": {"max_depth": 2}}, {"service": {"read_only": True}},
     ]  # fmt: skip
     both = [LiveConfig(settings, None, None) for _ in range(2)]
     late = LiveConfig(settings, None, None)
@@ -361,15 +362,20 @@ def test_concurrent_changes_all_apply(
 
         async def overtaken(message: bytes) -> None:
             if json.loads(message)["patch"]:
-                await ConfigChanges(settings, both[1], publish).patch({"features": {"count": 9}}, "first")
+                await ConfigChanges(settings, both[1], publish).patch({"delta": {"max_depth": 3}}, "first")
             await publish(message)
 
+        def disagree(changes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+            """Refuse level 4 at depth 3, as no two hot settings exclude each other."""
+            if changes.get("block") == {"level": 4} and both[0].changes["delta"] == {"max_depth": 3}:
+                raise BadInput("block.level 4 at delta.max_depth 3")
+            return check_changes(changes)
+
+        monkeypatch.setattr(hot_module, "check_changes", disagree)
         with pytest.raises(Problem, match=r"another change came first.*GET /v1/config") as refused:
-            asyncio.run(
-                ConfigChanges(settings, both[0], overtaken).patch({"features": {"super_features": 4}}, "second")
-            )
+            asyncio.run(ConfigChanges(settings, both[0], overtaken).patch({"block": {"level": 4}}, "second"))
         assert refused.value.status == 409
-        assert both[0].changes["features"] == {"algorithm": "odess", "count": 9}
+        assert (both[0].changes["delta"], both[0].changes["block"]) == ({"max_depth": 3}, {"level": 7})
         assert both[0].is_self_contained
         asyncio.run(publish(b'{"changes": {"block": {"level": 5}}, "by": "by hand", "at": ""}'))
         until(lambda: both[0].changes == both[1].changes == {"block": {"level": 5}})

@@ -212,7 +212,7 @@ def test_revoked_partition_is_left_to_its_owner(kafka: object, topic_prefix: str
 MEMBER = """
 import os, sys, threading, time
 from pathlib import Path
-from nearkin_shared.config.loader import load
+from nearkin_shared.config.loader import load, with_changes
 from nearkin_shared.kafka.consumer_loop import Loop
 
 config, name, folder = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
@@ -242,7 +242,8 @@ class Handler:
         return []
 
 report()
-Loop(load(config)[0], "chunker", "frames", name, Handler()).run(threading.Event(), lambda: False)
+settings = with_changes(load(config)[0], {"kafka": {"session_timeout_ms": 6000}})
+Loop(settings, "chunker", "frames", name, Handler()).run(threading.Event(), lambda: False)
 """
 
 
@@ -252,7 +253,7 @@ def test_worker_killed_at_revoke_leaves_no_gap(kafka: object, topic_prefix: str,
     config = tmp_path / "nearkin.toml"
     config.write_text(
         f'[kafka]\nbootstrap_servers = "{settings.kafka.bootstrap_servers}"\ntopic_prefix = "{topic_prefix}"\n'
-        f"partitions = {PARTITIONS}\nsession_timeout_ms = 6000\n"
+        f"partitions = {PARTITIONS}\n"
     )
     (tmp_path / "member.py").write_text(MEMBER)
     members: dict[str, subprocess.Popen[bytes]] = {}

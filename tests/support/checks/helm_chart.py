@@ -22,13 +22,13 @@ import yaml
 from nearkin_shared.config import settings as config_settings
 from nearkin_shared.config import validators
 from nearkin_shared.config.reference import field_type
-from nearkin_shared.config.settings import HOT_FIELDS, SECRETS, Settings
+from nearkin_shared.config.settings import FIXED_FIELDS, HOT_FIELDS, SECRETS, Settings
 from nearkin_shared.limits import TENANT_BYTES_MAX
 
 CHART = Path("deploy/helm/nearkin")
 BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
-NOT_IN_A_CHART = frozenset({"store", "server", "auth.tokens_file"}) | SECRETS
-"""Settings of a command line, secrets, and what the chart sets itself."""
+NOT_IN_A_CHART = frozenset({"store", "server", "auth.tokens_file"}) | SECRETS | FIXED_FIELDS
+"""Settings of a command line, secrets, constants, and what the chart sets itself."""
 BYTES_PATTERN = r"^[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?$"
 NO_PASSWORD = r"^[a-z+]+://[^@]*$"
 

@@ -291,7 +291,7 @@ def _configs() -> list[bytes]:
     return [
         b'profile = "archive"\n[features]\nalgorithm = "odess"\n[gc]\ngrace_seconds = 86400\ncompact_below = 0.9\n',
         b'[kafka]\nbootstrap = "a:1"\n[[retention.policies]]\nprefix = "a/"\nkeep_last = 3\nkeep_within = "3d"\n',
-        b'[container]\ntarget_bytes = "4MiB"\n[block]\nraw_bytes = 65536\n[delta]\nmax_depth = 4\ncodec = "patch"\n',
+        b'[container]\ntarget_bytes = "4MiB"\n[base]\ncache_bytes = 2097152\n[delta]\nmax_depth = 4\ncodec = "patch"\n',
     ]
 
 

@@ -32,7 +32,7 @@ class EdgeUploader(Uploader):
         super().__init__(settings, tenant)
         objects, found, self._index = connect_fleet(settings)
         self.edge = connect_edge(settings, found, self._index)
-        packs = PackStore(objects.inner, int(settings.pipeline.inline_bytes)) if staged else None
+        packs = PackStore(objects.inner) if staged else None
         self.ingest = KafkaIngest(settings, f"edge-{os.getpid()}", authenticator_of(settings, found), packs)
         self._runner = asyncio.Runner()
         self._runner.run(self.ingest.open())

@@ -20,7 +20,7 @@ from blake3 import blake3
 from confluent_kafka import TopicPartition
 
 from nearkin_gateway.uploads.upload_status import new_id
-from nearkin_shared.config.loader import load
+from nearkin_shared.config.loader import load, with_changes
 from nearkin_shared.config.pipeline_stages import FUSED as FUSED_STAGES
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.formats.message import End, Envelope, Frame, encode
@@ -30,6 +30,8 @@ from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.objectstore.factory import open_objects, open_store_of
 from nearkin_shared.storage.staged_packs import PACK_BYTES, UploadAttempt, put_pack, refer
 from nearkin_shared.utils.failpoints import VARIABLE
+from tests.support.servers import changed_constants
+from tests.support.servers.changed_constants import split_constants
 
 SPLIT = ("chunker", "dedup", "resemblance", "delta", "maintenance")
 """A process for each stage; `delta` carries the committer, too."""
@@ -65,16 +67,16 @@ class Pipeline:
         environments: Mapping[str, Mapping[str, str]] | None = None,
         services: Sequence[str] = SPLIT,
     ) -> None:
-        """`environments`: additional environment variables of a service's process, by service."""
+        """`config` may have constants, too. `environments`: additional environment variables by service."""
         self.services = tuple(services)
         self.folder = folder
         self._environments = dict(environments or {})
         folder.mkdir(parents=True, exist_ok=True)
         self.config_file = folder / "nearkin.toml"
-        self.config = {section: dict(values) for section, values in config.items()}
+        self.config, self._constants = split_constants(config)
         self.config.setdefault("storage", {})["create"] = True
         self.write_config()
-        self.settings: Settings = load(self.config_file)[0]
+        self.settings: Settings = with_changes(load(self.config_file)[0], self._constants)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def write_config(self, **sections: Mapping[str, object]) -> None:
@@ -102,7 +104,8 @@ class Pipeline:
     def start(self, service: str, failpoint: str | None = None) -> None:
         """Start a service's worker, with a failpoint armed; its log goes to a file of its own."""
         module = MODULES.get(service, f"nearkin_{service}")
-        command = [sys.executable, "-m", module, "--config", str(self.config_file)]
+        changed = [changed_constants.__name__, json.dumps(self._constants)] if self._constants else []
+        command = [sys.executable, "-m", *changed, module, "--config", str(self.config_file)]
         if service != GATEWAY:
             command += ["--worker", "w1", "--verbose", *ARGUMENTS.get(service, ())]
         with (self.folder / f"{service}.log").open("ab") as log:

@@ -189,7 +189,7 @@ def test_events_are_those_sent() -> None:
     ("changes", "fits"),
     [
         ({}, True),
-        ({"features": {"algorithm": "ntransform"}, "block": {"raw_bytes": "1MiB", "level": 9}}, True),
+        ({"features": {"algorithm": "ntransform"}, "base": {"policy": "locality"}, "block": {"level": 9}}, True),
         ({"service": {"paused": True}}, True),
         ({"features": {"algorithm": "fineese"}}, False),
         ({"block": {"level": 99}}, False),

@@ -119,7 +119,7 @@ def test_sizes_are_read_in_common_notations(text: str, size_bytes: int) -> None:
     [
         {"store": "s", "tenant": "t"},
         {"features__algorithm": "odess", "delta__max_depth": "3", "restore__cache_bytes": "64MiB"},
-        {"block__thorough": "true", "storage__parity": "rs-4-2"},
+        {"storage__create": "true", "storage__parity": "rs-4-2"},
     ],
 )
 def test_variables_are_read_as_pydantic_settings_reads_them(

@@ -33,7 +33,7 @@ def test_page_equals_the_generated_text() -> None:
 def test_allowed_values_are_those_of_the_rule() -> None:
     wants = {each.name: each.wants for each in describe_settings()}
     assert wants["delta.max_depth"] == "1 to 63"
-    assert wants["block.delta_bytes"] == "bytes, 4 KiB to 16 MiB"
+    assert wants["container.target_bytes"] == "bytes, 256 KiB to 256 MiB"
     assert wants["features.algorithm"] == "`finesse`, `ntransform`, `odess`, `none`"
     assert wants["ingest.group"] == "text, or unset"
     assert wants["retention.policies[].keep_last"] == "-1 to 1000000"

@@ -12,7 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
+
 from nearkin_shared.config.loader import load
+from nearkin_shared.config.settings import Settings
 from nearkin_shared.kafka.live_config import LiveConfig
 
 
@@ -67,3 +70,11 @@ def test_change_of_file_while_topic_is_read_is_kept(tmp_path: Path) -> None:
     hot.on_message(message(True), "first")
     assert hot.settings.service.read_only
     assert hot.settings.delta.codec == "xdelta3"
+
+
+def test_change_of_a_later_constant_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Apply the rest of a change that an older release sent, without what became a constant."""
+    hot = LiveConfig(Settings(), None, None)
+    hot.on_message(b'{"changes": {"block": {"level": 5, "raw_bytes": "1MiB"}, "features": {"count": 6}}}', "older")
+    assert hot.changes == {"block": {"level": 5}}
+    assert "block.raw_bytes is a constant now" in caplog.text

@@ -28,14 +28,10 @@
 {{/* nearkin_shared.config.settings.HOT_FIELDS: what running services take from the changed file. */}}
 {{- define "nearkin.hotFields" -}}
 - base.policy
-- block.delta_bytes
 - block.level
-- block.raw_bytes
 - delta.codec
 - delta.max_depth
 - features.algorithm
-- features.count
-- features.super_features
 - service.paused
 - service.read_only
 {{- end -}}

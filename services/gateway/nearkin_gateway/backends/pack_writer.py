@@ -2,7 +2,7 @@
 
     frames -> packs of up to 8 MiB -> object store (two at a time) -> references to Kafka, in order
 
-The first `pipeline.inline_bytes` are held back: an upload that ends before stays inline.
+The first INLINE_BYTES are held back: an upload that ends before stays inline.
 
 Invariants: a reference is sent after its pack is durable, and references follow each other in the order of the blob.
 No upload holds memory while it waits for its client: held frames are sent after HOLD_SECONDS.
@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from nearkin_shared.errors import NearkinError, StoreUnavailable
 from nearkin_shared.formats.message import StagedFrame
+from nearkin_shared.limits import MIB
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.storage.staged_packs import (
     PACK_BYTES,
@@ -28,6 +29,8 @@ from nearkin_shared.storage.staged_packs import (
     refer,
 )
 
+INLINE_BYTES = MIB
+"""Uploads up to this size go through Kafka: two frames cost less than a put and a get of the object store."""
 HOLD_SECONDS = 1.0
 """How long frames wait for more of a slow client."""
 PACKS_IN_FLIGHT = 2
@@ -43,7 +46,7 @@ Views = Sequence[memoryview]
 class PackStore:
     """The packs in the object store; unavailable for AWAY_SECONDS after a failure."""
 
-    def __init__(self, objects: ObjectStore, inline_bytes: int) -> None:
+    def __init__(self, objects: ObjectStore, inline_bytes: int = INLINE_BYTES) -> None:
         self._objects = objects
         self.inline_bytes = inline_bytes
         self._away_until = 0.0

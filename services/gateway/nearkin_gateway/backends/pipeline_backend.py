@@ -116,7 +116,7 @@ def pipeline_gateway(settings: Settings, config_file: Path | None, connect_edge:
     hot = LiveConfig(settings, config_file, authenticator)
     packs = None  # plaintext of an encrypted store does not belong in its object store
     if settings.storage.encryption == "none":
-        packs = PackStore(objects.inner, int(settings.pipeline.inline_bytes))
+        packs = PackStore(objects.inner)
     edge = connect_edge(settings, found, index) if settings.gateway.edge and connect_edge is not None else None
     ingest = PipelineIngest(settings, client_id, authenticator, watch, hot, index, packs, edge)
 

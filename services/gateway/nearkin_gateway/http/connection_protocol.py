@@ -6,7 +6,7 @@ headers above HEADER_BYTES_MAX -> 431    no complete head within SLOW_SECONDS ->
 as much in chunk framing of a body -> 431  a body under `Upgrade` -> 400: the parser would take it for requests
 garbage -> 400                             an unread body: DISCARD_BYTES_MAX or DISCARD_SECONDS, then closed
 a body of HTTP/1.0 without length -> 411   more than PIPELINED_MAX requests wait: closed once these are answered
-half a head, or idle: the oldest of an address beyond IDLE_PER_ADDRESS_MAX, or of all at `connections_max` -> closed
+half a head, or idle: the oldest of an address beyond IDLE_PER_ADDRESS_MAX, or of all at CONNECTIONS_MAX -> closed
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.http.idle_connections import IdleConnections
 from nearkin_gateway.http.problems import MEDIA_TYPE, Problem, problem_body
-from nearkin_shared.config.services import GatewaySettings
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -245,15 +244,15 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
 
-def bounded_protocol(settings: GatewaySettings) -> type[HttpToolsProtocol]:
-    """Return uvicorn's protocol with the bounds of `settings`.
+def bounded_protocol() -> type[HttpToolsProtocol]:
+    """Return uvicorn's protocol with the gateway's bounds.
 
     uvicorn's options bound connections and tasks together (`limit_concurrency`) and the idle time after a response;
     with httptools none bounds the size or time of a head, chunk framing, pipelined requests or one address, and h11
     bounds only the size of a head.
     """
     bounds = ConnectionBounds(
-        settings.connections_max,
+        limits.CONNECTIONS_MAX,
         limits.HEADER_BYTES_MAX,
         limits.SLOW_SECONDS,
         IdleConnections(limits.IDLE_PER_ADDRESS_MAX),

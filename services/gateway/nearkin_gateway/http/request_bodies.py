@@ -21,7 +21,7 @@ from nearkin_gateway.http.request_limits import ConcurrencyLimit
 from nearkin_shared.limits import FRAME_BYTES_MAX
 
 FRAME_SECONDS = 10.0
-"""A frame is sent by then, full or not: the pipeline ends an idle upload (kafka.upload_idle_seconds)."""
+"""A frame is sent by then, full or not: the pipeline ends an idle upload (`upload_idle_seconds`)."""
 
 
 def check_declared(request: Request, bytes_max: int) -> None:

@@ -24,7 +24,7 @@ from nearkin_gateway.routes.blob_routes import VersionQuery, Wait, outcome_json
 from nearkin_gateway.state import Gateway, gateway_of
 from nearkin_shared.config.loader import displayed_value
 from nearkin_shared.config.runtime import changes_schema
-from nearkin_shared.config.settings import HOT_FIELDS, SECRET_URLS, SECRETS
+from nearkin_shared.config.settings import FIXED_FIELDS, HOT_FIELDS, SECRET_URLS, SECRETS
 from nearkin_shared.results_json import explain_json, info_json, stats_json
 
 PATCH_BYTES_MAX = 64 * 1024
@@ -229,6 +229,9 @@ async def readyz(request: Request) -> Response:
 
 def _config_json(gateway: Gateway) -> dict[str, Any]:
     settings = asdict(gateway.settings)
+    for name in FIXED_FIELDS:
+        section, _, field = name.partition(".")
+        del settings[section][field]
     for name in SECRETS | SECRET_URLS:
         *sections, field = name.split(".")
         below = settings[sections[0]] if sections else settings

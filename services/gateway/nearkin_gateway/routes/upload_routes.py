@@ -40,6 +40,7 @@ from nearkin_gateway.uploads.tus_headers import (
 from nearkin_gateway.uploads.upload_bodies import CHECKSUMS, UploadMutex, receive
 from nearkin_gateway.uploads.upload_preconditions import check_newest, check_refused
 from nearkin_shared.errors import NearkinError
+from nearkin_shared.limits import RESUMABLE_HOURS
 
 VERSION = TUS_VERSION
 OFFSET_MEDIA = "application/offset+octet-stream"
@@ -197,7 +198,7 @@ def _new_meta(gateway: Gateway, caller: Caller, upload_metadata: str, *, partial
         key=described.key,
         length_bytes=0,
         created_us=now_us,
-        expires_us=now_us + gateway.bounds.resumable_hours * 3_600_000_000,
+        expires_us=now_us + RESUMABLE_HOURS * 3_600_000_000,
         metadata=described.metadata,
         sha256=described.sha256,
         upload_metadata=upload_metadata,

@@ -4,8 +4,8 @@
     3 mark the live set of all other versions
     4 rebase: re-encode live chunks whose bases are due
     5 sweep: delete due data that no chunk depends on: index, then the container or its next generation
-    6 with `gc.merge_block_bytes`: merge repeated changes of one region into a block (merge_planner.py)
-    7 with `gc.recompress_level`: compress raw blocks with a deeper search, once (recompress.py)
+    6 merge repeated changes of one region into a block (merge_planner.py)
+    7 compress raw blocks with a deeper search, once (recompress.py)
     8 mark other unreachable data for deletion: index, then the pending-delete record
 
 Invariant (I6): data are deleted only if two GC runs, at least one grace apart, found them unreachable. A process that

@@ -13,6 +13,7 @@ from nearkin_shared.errors import NotFound, PermanentError, RetentionActive
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats.head_record import Heads, Sequences
 from nearkin_shared.formats.manifest import CREATED_US_MAX, moment_of
+from nearkin_shared.limits import RESUMABLE_HOURS
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.results import RemainingCopy
 from nearkin_shared.retention import min_age_seconds
@@ -179,12 +180,11 @@ def _of_any_store(settings: Settings, removed_at: datetime) -> Iterator[Remainin
             f"made again by the first GC run after {removed_at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}, which frees the "
             "objects; blocks of removed files stay until the disk writes over them",
         )
-    hours = settings.gateway.resumable_hours
     yield RemainingCopy(
         "staged-uploads",
         "parts of resumable uploads that an older release began, sealed under the store's key",
-        removed_at + timedelta(hours=hours),
-        "gateway.resumable_hours ends it; parts of this release are sealed under the tenant's keys",
+        removed_at + timedelta(hours=RESUMABLE_HOURS),
+        f"ends {RESUMABLE_HOURS} h after their start; parts of this release are sealed under the tenant's keys",
     )
     yield RemainingCopy(
         "logs",

@@ -1,6 +1,6 @@
 """Merge the chunks of many versions into one block, to shorten base chains.
 
-Worked example. `gc.merge_block_bytes` is 4 MiB and `delta.max_depth` is 4. A daily dump changes the same 64 KiB region
+Worked example. `merge_block_bytes` is 4 MiB and `delta.max_depth` is 4. A daily dump changes the same 64 KiB region
 every day; each container C0 to C5 holds one version of it:
 
     day     0         1          2          3          4          5
