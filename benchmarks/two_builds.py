@@ -4,7 +4,7 @@
 
 For each group of files: a new store, one put a file as versions of one key, the newest and the oldest restored. CPU
 seconds are user and system time of that process, without its start, which is measured by `nearkin --help`. The builds
-swap places from run to run, so that neither always finds caches warm.
+start first in turn, so that neither always finds caches warm.
 """
 
 from __future__ import annotations
