@@ -61,7 +61,7 @@ def test_help_imports_neither_numpy_nor_pydantic_nor_rich() -> None:
     )  # fmt: skip
     imported = {line.rpartition(b"|")[2].strip().decode().partition(".")[0] for line in done.stderr.splitlines()}
     assert "click" in imported
-    assert not imported & {"numpy", "pydantic", "pydantic_settings", "rich", "lmdb", "obstore"}
+    assert not imported & {"numpy", "pydantic", "pydantic_settings", "rich", "lmdb", "obstore", "json", "secrets"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +81,8 @@ def drill(
         return 0
     if check is not None:
         return _check(check, public_key)
+    import secrets  # 5 ms of a start, and `nearkin --help` draws nothing
+
     from nearkin.cli.arguments import parse_sample
     from nearkin.drill import DEFAULT_SHARE, DrillOptions
 
@@ -120,6 +120,8 @@ def _check(path: Path, public_key: Path | None) -> int:
 
 
 def _run(location: str, options: DrillOptions, sign_key: Path | None, output: str | None) -> int:
+    import json
+
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import notice, report, warn
     from nearkin.cli.output_file import OutputFile

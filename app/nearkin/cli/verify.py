@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -23,6 +22,8 @@ SEED_BITS = 32
 
 def verify(sample_text: str | None, seed: int | None, since_text: str | None) -> int:
     """Verify the store, print what was found, return the exit code."""
+    import secrets
+
     from nearkin.cli.arguments import parse_sample
 
     session = current_session()

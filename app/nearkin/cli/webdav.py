@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -61,6 +60,8 @@ def webdav(
 
     Needs: pip install 'nearkin[webdav]'.
     """
+    import json
+
     from nearkin.cli.output import print_line, warn
 
     session = current_session()
