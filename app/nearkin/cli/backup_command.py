@@ -83,14 +83,14 @@ def backup(
     Names, modes, owners, times, links, devices, holes, extended attributes and ACLs are kept. Files that are unchanged
     since the newest version of KEY are not read: same path, size, mtime, ctime and inode.
 
-    nearkin backup home /home/kim
+    nearkin backup home /home/ana
     nearkin backup etc /etc /usr/local/etc --tag nightly
-    nearkin backup home /home/kim -e '*.o' -e '/Downloads/' -e '!important.o' --exclude-caches
+    nearkin backup home /home/ana -e '*.o' -e '/Downloads/' -e '!important.o' --exclude-caches
     nearkin backup root / --one-file-system --exclude-if-present .nobackup --exclude-larger-than 4GiB
     find /srv -newer mark -print0 | nearkin backup recent --files-from -
-    nearkin backup home /home/kim --dry-run        # files that would be read, entries left out
-    nearkin -q backup home /home/kim               # for cron: prints errors alone
-    nearkin backup home /home/kim --json --progress    # for programs: status, error and summary lines
+    nearkin backup home /home/ana --dry-run        # files that would be read, entries left out
+    nearkin -q backup home /home/ana               # for cron: prints errors alone
+    nearkin backup home /home/ana --json --progress    # for programs: status, error and summary lines
 
     Then: nearkin ls home:/, nearkin restore home -o DIR, nearkin diff home@1 home@2.
 

@@ -53,7 +53,7 @@ def drill(
 
     nearkin drill --create-key drill.key                       # once; give drill.key.pub to the readers of reports
     nearkin drill home --sign-key drill.key -o report.json     # 5 % of the files of the newest version
-    nearkin drill home@3 --files 100 --compare /home/kim
+    nearkin drill home@3 --files 100 --compare /home/ana
     nearkin drill db/dump --all --sign-key drill.key
     nearkin drill --check report.json --public-key drill.key.pub
 

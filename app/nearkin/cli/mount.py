@@ -28,7 +28,7 @@ def mount(folder: Path, allow_other: bool) -> None:
     could be the name of a version, such as the 3 of home/3, is shown as %33. Damaged data is an input/output error.
 
     nearkin mount /mnt/backups &
-    diff -r /home/kim /mnt/backups/home/latest
+    diff -r /home/ana /mnt/backups/home/latest
     fusermount -u /mnt/backups
 
     Needs FUSE: pip install 'nearkin[mount]', and the package fuse3 of the distribution.

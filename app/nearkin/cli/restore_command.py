@@ -66,12 +66,12 @@ def restore(
     nearkin restore home -o /tmp/home
     nearkin restore home@3:/mail -o ./mail
     nearkin restore home@2026-11-20T18:00Z:/notes.txt -o .       # DIR/notes.txt
-    nearkin restore home@36h -o /home/kim --overwrite if-changed # writes only files whose size or mtime differ
-    nearkin restore home -o /home/kim --delete --dry-run         # what would be written and deleted
+    nearkin restore home@36h -o /home/ana --overwrite if-changed # writes only files whose size or mtime differ
+    nearkin restore home -o /home/ana --delete --dry-run         # what would be written and deleted
     nearkin restore home -o /tmp/some --include '*.tex' --include '/mail/'
 
     --overwrite always replaces existing files, if-changed keeps those of the same size and mtime, never keeps all.
-    --delete makes DIR equal to the tree, which is the content of the folder that was backed up (here /home/kim). It
+    --delete makes DIR equal to the tree, which is the content of the folder that was backed up (here /home/ana). It
     keeps folders of a store, what is below a mount point, sockets, and what is in folders of which the backup left
     something out; --delete-excluded deletes the last two as well.
     Patterns are those of .gitignore files, relative to the root of the tree. Folders that lead to a match are restored

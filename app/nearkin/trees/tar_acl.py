@@ -1,6 +1,6 @@
 """Convert the text of a POSIX ACL, as tar stores it, to the extended attribute of Linux.
 
-    user::rw-,user:kim:r--,group::r--,mask::rw-,other::---
+    user::rw-,user:ana:r--,group::r--,mask::rw-,other::---
 
     version u32 = 2, then for each entry: tag u16, permissions u16, id u32
 
