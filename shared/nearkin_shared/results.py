@@ -223,6 +223,8 @@ class Damage:
     """(tenant, key, version) of all other tenants in this store."""
     repairable: bool = False
     """Whether parity can restore the object: reads succeed, and `nearkin repair` replaces it."""
+    is_too_new: bool = False
+    """Whether the object is not damaged: it has the format of a later Nearkin, which this one cannot read."""
 
 
 @frozen

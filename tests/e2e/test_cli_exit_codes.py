@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.cli.exit_codes import ExitCode
+from nearkin_shared.formats.columns import CHECK_BYTES, check_bytes
 from tests.support.checks.commands import FIRST, InProcess, command, damage, environment, new_store, run
 
 HOLD = (
@@ -47,6 +49,29 @@ def test_exit_codes_distinguish_failures(call: InProcess, root: Path, tmp_path: 
     help_text = " ".join(call("--help").stdout.decode().split())
     for code in ExitCode:
         assert f"{code.value} " in help_text[help_text.index("Exit codes:") :]
+
+
+def test_later_format_has_its_own_exit_code(call: InProcess, root: Path) -> None:
+    """Exit with 8 for a manifest of a later format, and with 5 if anything is damaged besides."""
+    for key in ("first", "second"):
+        assert call("--store", root, "put", key, "-", stdin=os.urandom(20_000)).returncode == ExitCode.DONE
+    first = min(path for path in (root / "manifests").rglob("*") if path.is_file())
+    data = bytearray(first.read_bytes())
+    data[4:6] = (99).to_bytes(2, "little")
+    data[-CHECK_BYTES:] = check_bytes(data[:-CHECK_BYTES])
+    first.chmod(0o600)
+    first.write_bytes(data)
+    done = call("--store", root, "--json", "verify")
+    assert done.returncode == ExitCode.TOO_NEW.value == 8, done.stdout
+    assert [one["too_new"] for one in json.loads(done.stdout)["damage"]] == [True]
+    text = call("--store", root, "verify").stdout.decode()
+    assert "cannot be read: manifests/" in text
+    assert "no damage, 1 object of a later format" in text
+    assert call("--store", root, "repair").returncode == ExitCode.TOO_NEW
+    damage(root)
+    done = call("--store", root, "--json", "verify")
+    assert done.returncode == ExitCode.DAMAGED
+    assert {one["too_new"] for one in json.loads(done.stdout)["damage"]} == {False, True}
 
 
 def test_locked_store_has_its_own_exit_code(call: InProcess, root: Path) -> None:

@@ -85,7 +85,7 @@ def nearkin() -> None:
 
     export NEARKIN_STORE=/var/lib/nearkin
     nearkin init                         # once: creates the store
-    nearkin backup home /home/kim        # version 1 of the key "home": a tree of folders and files
+    nearkin backup home /home/ana        # version 1 of the key "home": a tree of folders and files
     nearkin restore home -o /tmp/home    # the newest version, every byte verified
     nearkin put db/dump monday.rdb       # version 1 of the key "db/dump": a file
     nearkin put db/dump tuesday.rdb      # version 2: only what is new is stored
@@ -96,8 +96,8 @@ def nearkin() -> None:
     nearkin --server https://nearkin.example put db/dump monday.rdb
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 3 incomplete (an entry was not read or not restored), 4 not found,
-    5 damaged, 6 no room, 7 precondition failed, 10 no store, 11 locked, 12 wrong or missing key-encryption key,
-    129 hung up, 130 interrupted, 141 stdout closed, 143 terminated.
+    5 damaged, 6 no room, 7 precondition failed, 8 data of a later Nearkin, 10 no store, 11 locked, 12 wrong or missing
+    key-encryption key, 129 hung up, 130 interrupted, 141 stdout closed, 143 terminated.
     """
 
 

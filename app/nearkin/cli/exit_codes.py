@@ -10,6 +10,7 @@ from enum import IntEnum
 from nearkin_shared.errors import (
     BadInput,
     Corrupt,
+    FormatTooNew,
     NoRoom,
     NoStore,
     NotFound,
@@ -37,6 +38,8 @@ class ExitCode(IntEnum):
     """The store's device is full."""
     PRECONDITION_FAILED = 7
     """The key's newest version is not the one that a conditional put names; nothing was stored."""
+    TOO_NEW = 8
+    """Stored data have the format of a later Nearkin; they are not damaged, and this one cannot read them."""
     NO_STORE = 10
     """There is no store at the path."""
     LOCKED = 11
@@ -56,6 +59,7 @@ _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (NoStore, ExitCode.NO_STORE),
     (NotFound, ExitCode.NOT_FOUND),
     (Corrupt, ExitCode.DAMAGED),
+    (FormatTooNew, ExitCode.TOO_NEW),
     (NoRoom, ExitCode.NO_ROOM),
     (PreconditionFailed, ExitCode.PRECONDITION_FAILED),
     (StoreLocked, ExitCode.LOCKED),

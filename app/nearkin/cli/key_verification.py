@@ -3,7 +3,7 @@
 local store    manifests -> the containers that they reach, bases included -> every checksum and fingerprint
 server         every version is downloaded and compared with its BLAKE3; nothing is kept
 
-Invariant: exit code 5 if any of the versions is damaged (I8).
+Invariant: exit code 5 if any of the versions is damaged, 8 if one has a later format (I8).
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import time
 from typing import TYPE_CHECKING
 
 from nearkin.cli.arguments import check_key
-from nearkin.cli.exit_codes import ExitCode
 from nearkin.cli.output import print_json, print_line
 from nearkin.cli.progress import count_bar
 from nearkin.cli.session import current_session
-from nearkin.cli.verify import verify_json, verify_lines
+from nearkin.cli.verify import verification_code, verify_json, verify_lines
 from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.results import Damage, VerifyReport
 
@@ -41,7 +40,7 @@ def verify_key(key: str, version: int | None) -> int:
     else:
         for line in verify_lines(report):
             print_line(line)
-    return ExitCode.DAMAGED if report.damage else ExitCode.DONE
+    return verification_code(report.damage)
 
 
 def _download_versions(store: RemoteStore, key: str, version: int | None, progress: Counted | None) -> VerifyReport:

@@ -1,4 +1,7 @@
-"""Run `nearkin verify` and `nearkin repair`; the exit code is 5 for damage, else 0."""
+"""Run `nearkin verify` and `nearkin repair`.
+
+The exit code is 5 for damage, 8 if there is none but data of a later format, else 0.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def verify(sample_text: str | None, seed: int | None, since_text: str | None) ->
     else:
         for line in verify_lines(report):
             print_line(line)
-    return ExitCode.DAMAGED if report.damage else ExitCode.DONE
+    return verification_code(report.damage)
 
 
 def repair(files: Sequence[Path]) -> int:
@@ -52,7 +55,21 @@ def repair(files: Sequence[Path]) -> int:
     else:
         for line in repair_lines(report):
             print_line(line)
-    return ExitCode.DAMAGED if report.damage else ExitCode.DONE
+    return verification_code(report.damage)
+
+
+def verification_code(damage: Sequence[Damage]) -> ExitCode:
+    """Return the exit code of a report: damage counts more than data of a later format."""
+    if not damage:
+        return ExitCode.DONE
+    return ExitCode.TOO_NEW if all(one.is_too_new for one in damage) else ExitCode.DAMAGED
+
+
+def _found(damage: Sequence[Damage]) -> str:
+    """Return how many objects are damaged, and how many this program cannot read."""
+    too_new = sum(one.is_too_new for one in damage)
+    damaged = plural(len(damage) - too_new, "damaged object") if len(damage) > too_new else "no damage"
+    return f"{damaged}, {plural(too_new, 'object')} of a later format" if too_new else damaged
 
 
 def repair_json(report: RepairReport) -> dict[str, object]:
@@ -77,8 +94,7 @@ def repair_lines(report: RepairReport) -> Iterable[str]:
         yield f"parity added to {plural(report.parity_added, 'object')}"
     yield from damage_lines(report.damage)
     yield from _remedies(report.damage)
-    left = plural(len(report.damage), "damaged object") if report.damage else "no damage"
-    yield f"{left} left in {report.seconds:.2f} s"
+    yield f"{_found(report.damage)} left in {report.seconds:.2f} s"
 
 
 def damage_json(damage: Sequence[Damage]) -> list[dict[str, object]]:
@@ -88,6 +104,7 @@ def damage_json(damage: Sequence[Damage]) -> list[dict[str, object]]:
             "object_name": one.object_name,
             "problem": one.problem,
             "repairable": one.repairable,
+            "too_new": one.is_too_new,
             "versions": [{"key": key, "version": version} for key, version in one.versions],
             "of_other_tenants": [
                 {"tenant": tenant, "key": key, "version": version} for tenant, key, version in one.of_other_tenants
@@ -101,7 +118,8 @@ def damage_lines(damage: Sequence[Damage]) -> Iterable[str]:
     """Yield each damaged object, with the versions it touches."""
     for one in damage:
         problem = one.problem.removeprefix(one.object_name).removeprefix(":").strip()  # most name their object first
-        yield f"damaged: {printable(one.object_name)}: {printable(problem)}"
+        what = "cannot be read" if one.is_too_new else "damaged"
+        yield f"{what}: {printable(one.object_name)}: {printable(problem)}"
         if one.repairable:
             yield "  its parity holds what it was: `nearkin repair` puts it right, and reads go on until then"
         for key, version in one.versions:
@@ -116,8 +134,10 @@ def _remedies(damage: Sequence[Damage]) -> Iterable[str]:
     folders = {
         one.object_name.partition("/")[0]
         for one in damage
-        if not (one.repairable or one.object_name.startswith(refused))
+        if not (one.repairable or one.is_too_new or one.object_name.startswith(refused))
     }
+    if any(one.is_too_new for one in damage):
+        yield "what cannot be read was written by a later Nearkin, and is not damaged as far as this one can tell: upgrade"
     if "containers" in folders:
         yield (
             "put the same data again, cut the same way (the profile and `chunker.*` that they were put with), and "
@@ -182,7 +202,6 @@ def verify_lines(report: VerifyReport) -> Iterable[str]:
         yield "the index still names what is broken, since a put is running: run verify again when it has ended"
     else:
         yield from _remedies(report.damage)
-    found = plural(len(report.damage), "damaged object") if report.damage else "no damage"
     read = ", ".join(
         (plural(report.containers, "container"), plural(report.chunks, "chunk"), plural(report.versions, "version"))
     )
@@ -190,4 +209,4 @@ def verify_lines(report: VerifyReport) -> Iterable[str]:
         share = report.bytes_read / max(1, report.container_bytes)
         drawn = "" if report.seed is None else f", drawn by --seed {report.seed}"
         yield f"covered {share:.1%} of the containers' bytes, the directories of all {report.containers_total:,}{drawn}"
-    yield f"{found}: read {read}, {human_bytes(report.bytes_read)} in {report.seconds:.2f} s"
+    yield f"{_found(report.damage)}: read {read}, {human_bytes(report.bytes_read)} in {report.seconds:.2f} s"

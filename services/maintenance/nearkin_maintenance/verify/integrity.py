@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin_maintenance.domain_owners import DomainOwners
-from nearkin_shared.errors import Corrupt, NotFound, PermanentError
+from nearkin_shared.errors import Corrupt, FormatTooNew, NotFound, PermanentError
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.block import decode_block
@@ -75,6 +75,8 @@ class IntegrityChecker:
         self._checks_done: dict[int, tuple[int, bool]] = {}
         """By container: the generation that was checked, and whether it was read completely."""
         self.problems: dict[str, str] = {}
+        self.too_new: set[str] = set()
+        """Names in `problems` whose only problem is the format of a later Nearkin."""
         self.chunks = 0
         self.bytes_read = 0
         self.untagged = 0
@@ -100,8 +102,22 @@ class IntegrityChecker:
             self._check(container, name, helpers if deep else None)
             if name not in self.problems or not self._is_replaced(container):
                 return
-            del self.problems[name]
+            self._drop_problem(name)
         self._check(container, name, helpers if deep else None)
+
+    def _drop_problem(self, name: str) -> None:
+        del self.problems[name]
+        self.too_new.discard(name)
+
+    def _add_problem(self, name: str, problem: str, *, is_too_new: bool = False) -> None:
+        """Record a problem of a container; the first counts, but damage counts more than a later format."""
+        if name not in self.problems:
+            self.problems[name] = problem
+            if is_too_new:
+                self.too_new.add(name)
+        elif name in self.too_new and not is_too_new:
+            self.too_new.discard(name)
+            self.problems[name] = problem
 
     def _is_replaced(self, container: ContainerId) -> bool:
         """Return whether a later generation than the checked one exists."""
@@ -124,7 +140,7 @@ class IntegrityChecker:
         except PermanentError as err:
             self._checked[container] = None
             if not (isinstance(err, NotFound) or isinstance(err.__cause__, NotFound)):
-                self.problems.setdefault(name, str(err))
+                self._add_problem(name, str(err), is_too_new=isinstance(err, FormatTooNew))
             return  # a missing container is a problem only if some version needs it
         blamed = np.zeros(len(directory.chunks), np.uint64)
         blamed[~directory.chunks.there] = container  # removed by GC: no damage, but dependents cannot be decoded
@@ -134,7 +150,7 @@ class IntegrityChecker:
         if helpers is not None:
             self._check_names(directory, blamed, name, helpers)
         if name in self.problems and self._is_deleted(container):  # by a GC run meanwhile
-            del self.problems[name]
+            self._drop_problem(name)
             self._checked[container] = None
             return
         broken = np.flatnonzero(blamed).astype(np.uint32)
@@ -254,10 +270,12 @@ class IntegrityChecker:
         return checked
 
     def _check_blocks(self, directory: Directory, data: bytes, blamed: U64, name: str, helpers: ThreadPool) -> None:
-        def problem_of(block: int) -> str:
+        def problem_of(block: int) -> str | FormatTooNew:
             expected_bytes = int(directory.blocks.raw[block])
             try:
                 decoded = decode_block(memoryview(data)[directory.block_rows[block].place], f"{name} block {block}")
+            except FormatTooNew as err:
+                return err
             except PermanentError as err:
                 return str(err)
             if directory.blocks.kinds[block] == container_layout.PATCH:  # its length is checked when it is decoded
@@ -269,7 +287,7 @@ class IntegrityChecker:
         blocks: list[int] = np.flatnonzero(directory.blocks.raw).tolist()
         for block, problem in zip(blocks, helpers.map(problem_of, blocks), strict=True):
             if problem:
-                self.problems.setdefault(name, problem)
+                self._add_problem(name, str(problem), is_too_new=isinstance(problem, FormatTooNew))
                 blamed[directory.chunks.blocks == block] = directory.container
 
     def _check_bases(self, directory: Directory, blamed: U64) -> None:
@@ -326,7 +344,7 @@ class IntegrityChecker:
                 problem = f"{name}: {len(corrupt)} chunks failed fingerprint verification"
                 self.chunks += len(part)
             if len(corrupt):
-                self.problems.setdefault(name, problem)
+                self._add_problem(name, problem)
                 blamed[corrupt] = directory.container
 
 

@@ -22,7 +22,7 @@ from nearkin_maintenance.repair.store_repair import ParityCheck
 from nearkin_maintenance.verify.index_check import IndexCheck, ReadableIndex
 from nearkin_maintenance.verify.integrity import CorruptChunks, IntegrityChecker
 from nearkin_maintenance.verify.scope import EVERYTHING, VerifyScope
-from nearkin_shared.errors import IndexDamaged, NotFound, PermanentError
+from nearkin_shared.errors import FormatTooNew, IndexDamaged, NotFound, PermanentError
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.manifest import Manifest
@@ -62,9 +62,13 @@ class _Findings:
 
     problems: dict[str, str] = field(default_factory=dict)
     affected: dict[str, set[VersionName]] = field(default_factory=dict)
+    too_new: set[str] = field(default_factory=set)
+    """Objects whose only problem is the format of a later Nearkin."""
 
-    def add(self, name: str, problem: str, *versions: VersionName) -> None:
-        self.problems.setdefault(name, problem)
+    def add(self, name: str, problem: str | PermanentError, *versions: VersionName) -> None:
+        if name not in self.problems and isinstance(problem, FormatTooNew):
+            self.too_new.add(name)
+        self.problems.setdefault(name, str(problem))
         self.affected.setdefault(name, set()).update(versions)
 
     def damage(self, tenant: str) -> tuple[Damage, ...]:
@@ -75,6 +79,7 @@ class _Findings:
                 problem,
                 tuple(sorted((key, version) for owner, key, version in self.affected[name] if owner == tenant)),
                 tuple(sorted(affected for affected in self.affected[name] if affected[0] != tenant)),
+                is_too_new=name in self.too_new,
             )
             for name, problem in sorted(self.problems.items())
         )
@@ -194,6 +199,7 @@ class Verifier:
         self._check_gaps(retentions)
         for name, problem in self._integrity.problems.items():
             self._findings.add(name, problem)
+        self._findings.too_new |= self._integrity.too_new
         self._check_records()
         parity_missing = self._check_parity([*names, *marks, *retentions], complete)
         entries = self._check_index(index, index_whole) if index is not None and scope.is_full else None
@@ -234,6 +240,7 @@ class Verifier:
             self._check_manifest(name)
             if progress is not None:
                 progress(len(reached) + done + 1, total)
+        self._findings.too_new |= self._integrity.too_new
         return self._report(started, len(reached), len(names), [sizes[container] for container in reached])
 
     def _report(self, started: float, containers: int, versions: int, sizes: Collection[int]) -> VerifyReport:
@@ -286,7 +293,7 @@ class Verifier:
             versions = [self._known_versions[name]] if name in self._known_versions else []
             if known is not None:
                 versions = [(known.tenant, known.key, known.version)]
-            self._findings.add(name, str(err), *versions)
+            self._findings.add(name, err, *versions)
             if known is None:
                 return
             manifest = known
@@ -320,7 +327,7 @@ class Verifier:
             if isinstance(err, NotFound) and self._has_ended(manifest_name):
                 return
             version_name = self._versions_read.get(manifest_name) or self._known_versions.get(manifest_name)
-            self._findings.add(name, str(err), *([version_name] if version_name is not None else []))
+            self._findings.add(name, err, *([version_name] if version_name is not None else []))
 
     def _check_retention(self, name: str) -> None:
         """Read a retention record.
@@ -335,7 +342,7 @@ class Verifier:
             if isinstance(err, NotFound) and self._has_ended(manifest_name):
                 return
             version_name = self._versions_read.get(manifest_name) or self._known_versions.get(manifest_name)
-            self._findings.add(name, str(err), *([version_name] if version_name is not None else []))
+            self._findings.add(name, err, *([version_name] if version_name is not None else []))
 
     def _check_gaps(self, names: Iterable[str]) -> None:
         """Report the first missing retention record below another one of the same version."""
@@ -395,7 +402,7 @@ class Verifier:
                 except NotFound:  # replaced meanwhile
                     continue
                 except PermanentError as err:
-                    self._findings.add(store.name(sequence), str(err))
+                    self._findings.add(store.name(sequence), err)
 
     def _check_heads(self, heads: VersionHeads) -> None:
         """Report what an earlier GC run has recorded, and was removed.
@@ -439,14 +446,14 @@ class Verifier:
         try:
             descriptor.read(self._objects.without_parity, fingerprint_bits=None)
         except PermanentError as err:
-            self._findings.add(descriptor.NAME, str(err))
+            self._findings.add(descriptor.NAME, err)
         others = [descriptor.NAME]
         if chunking_record.has_record(self._objects):
             others.append(chunking_record.NAME)
             try:
                 chunking_record.check_record(self._objects, self._objects.without_parity)
             except PermanentError as err:
-                self._findings.add(chunking_record.NAME, str(err))
+                self._findings.add(chunking_record.NAME, err)
         if not (self._objects.adds or self._objects.has_some):
             return ()
         check = ParityCheck(self._objects)
@@ -466,7 +473,12 @@ class Verifier:
         )
         if self._objects is None or not self._objects.has_some:
             return damage
-        return replace(damage, repairable=self._objects.reconstruct(stored_name) is not None)
+        whole = self._objects.reconstruct(stored_name)
+        if damage.is_too_new and whole is not None:  # unless parity says that a damaged byte made it so
+            with suppress(PermanentError):
+                if self._objects.without_parity.get(stored_name) == whole:
+                    return damage
+        return replace(damage, repairable=whole is not None, is_too_new=damage.is_too_new and whole is None)
 
     def _stored_name(self, name: str) -> str:
         """Return the name of a stored object that a finding names.
