@@ -10,6 +10,8 @@ from collections.abc import Callable
 from nearkin_shared.formats.tree_entry_group import EntryKind
 from nearkin_shared.utils.terminal import printable
 
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+"""A file that is replaced by a FIFO, a terminal or a symlink meanwhile has no effect."""
 XATTRS_MAX = 1024
 EXTENTS_MAX = 1 << 20
 KINDS = {
@@ -55,6 +57,26 @@ def read_xattrs(
             if err.errno != errno.ENODATA:  # deleted meanwhile
                 lost(f'its extended attribute "{printable(name)}" is not stored: {(err.strerror or "error").lower()}')
     return tuple(found)
+
+
+def data_bytes(name: bytes, folder: int, status: os.stat_result) -> int:
+    """Return the bytes of a file without its holes; its size if it cannot be opened.
+
+    A file that has as many blocks as its size is not opened.
+    """
+    if status.st_blocks * 512 >= status.st_size:
+        return status.st_size
+    try:
+        descriptor = os.open(name, READ_FLAGS, dir_fd=folder)
+    except OSError:
+        return status.st_size
+    try:
+        extents = data_extents(descriptor, status)
+    except OSError:
+        return status.st_size
+    finally:
+        os.close(descriptor)
+    return status.st_size if extents is None else sum(length for _, length in extents)
 
 
 def data_extents(descriptor: int, status: os.stat_result) -> tuple[tuple[int, int], ...] | None:

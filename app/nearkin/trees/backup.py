@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from nearkin.trees.attributes import KINDS, data_extents, descriptor_path, read_xattrs
+from nearkin.trees.attributes import KINDS, READ_FLAGS, data_extents, descriptor_path, read_xattrs
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, BackupWalk
 from nearkin.trees.checkpoint_schedule import CheckpointSchedule
 from nearkin.trees.file_content import (
@@ -46,7 +46,6 @@ RECENT_NS = 1_000_000_000
 READ_BYTES_FIELD, FURTHER_FIELD = "read-bytes", "further"
 """Metadata of a checkpoint: the bytes that were read for it, by all runs; the version of an earlier checkpoint that
 reaches further into the tree, if there is one."""
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _I64_MAX = (1 << 63) - 1
 
 
@@ -183,7 +182,7 @@ class TreeBackup(BackupWalk):
         path = os.path.join(listed.file_path, name)
         self.counts.path = path
         try:
-            descriptor = os.open(name, _READ_FLAGS, dir_fd=listed.descriptor)
+            descriptor = os.open(name, READ_FLAGS, dir_fd=listed.descriptor)
         except OSError as err:
             self.report_problem(path, (err.strerror or "cannot be opened").lower())
             return

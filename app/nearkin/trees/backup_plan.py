@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-from nearkin.trees.attributes import KINDS
+from nearkin.trees.attributes import KINDS, data_bytes
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, BackupWalk
 from nearkin.trees.parent_tree import EntryKey, OrderedEntries, keyed_entries
 from nearkin.trees.walker import ListedFolder
@@ -25,7 +25,7 @@ from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
 @dataclass(slots=True)
 class PlannedCounts(BackupCounts):
-    """The counts that a backup would have; `read_bytes` are sizes, holes included."""
+    """The counts that a backup would have; `read_bytes` are those of data, without holes."""
 
     new_files: int = 0
     """Files that the newest tree does not have."""
@@ -73,7 +73,8 @@ class BackupPlan(BackupWalk):
         for listed in self._walker.folders():
             if stop.is_set():
                 return
-            add(sum(status.st_size for _, status in listed.entries if stat.S_ISREG(status.st_mode)))
+            files = ((name, status) for name, status in listed.entries if stat.S_ISREG(status.st_mode))
+            add(sum(data_bytes(name, listed.descriptor, status) for name, status in files))
 
     def _add(
         self, listed: ListedFolder, name: bytes, status: os.stat_result, found: TreeEntry | None, *, is_present: bool
@@ -102,7 +103,7 @@ class BackupPlan(BackupWalk):
             if found is not None and self._comparison.is_continued(status, found):
                 stored_bytes = found.content_bytes  # of a checkpoint that ends inside the file
             self.counts.reused_bytes += stored_bytes
-            self.counts.read_bytes += status.st_size - stored_bytes
+            self.counts.read_bytes += data_bytes(name, listed.descriptor, status) - stored_bytes
             if is_present:
                 self.counts.changed_files += 1
             else:
