@@ -162,13 +162,51 @@ def test_diff_lists_each_kind_of_change(store: Path, call: InProcess) -> None:
 def test_diff_json_has_both_entries(store: Path, call: InProcess) -> None:
     found = call.answer("--store", store, "diff", "home@2", "home@1")
     assert (found["before"], found["after"]) == ("home@2", "home@1")
-    assert found["counts"] == {"added": 1, "removed": 1, "content": 1, "metadata": 1, "type": 1}
+    assert found["counts"] == {"added": 1, "removed": 1, "content": 1, "holes": 0, "metadata": 1, "type": 1}
     changes = {one["path"]: one for one in found["changes"]}
     assert changes["/etc/new"]["change"] == "removed"
     assert changes["/etc/new"]["after"] is None
     fstab = changes["/etc/fstab"]
     assert (fstab["change"], fstab["before"]["mode"], fstab["after"]["mode"]) == ("metadata", "0600", "0644")
     assert call.answer("--store", store, "diff", "home", "home@2")["changes"] == []
+
+
+def test_diff_tells_other_holes_from_other_content(tmp_path: Path, call: InProcess) -> None:
+    """The digest of a file with holes is of its data alone: the contents are compared."""
+    block, size = 64 << 10, 6 << 20
+    same = {0: b"start" * 100, 3 * block: b"\1" * block, 50 * block: b"end"}
+
+    def write(name: str, parts: dict[int, bytes], *, punched: bool = False) -> None:
+        with (tmp_path / "home" / name).open("wb") as file:
+            file.truncate(size)
+            if not punched:
+                file.write(bytes(size))
+            for offset, data in parts.items():
+                os.pwrite(file.fileno(), data, offset)
+
+    store, home = tmp_path / "store", tmp_path / "home"
+    home.mkdir()
+    write("filled", same)
+    write("punched", same, punched=True)
+    write("moved", same, punched=True)
+    write("zeros", {}, punched=True)
+    write("changed", same, punched=True)
+    with open_store(store, create=True) as opened:
+        opened.backup("home", [home])
+        write("filled", same, punched=True)
+        write("punched", {**same, 10 * block: bytes(block)}, punched=True)
+        write("moved", {block: same[0], 3 * block: same[3 * block], 50 * block: b"end"}, punched=True)
+        write("zeros", {size - 5: bytes(5)}, punched=True)
+        write("changed", {**same, 90 * block: b"x"})
+        opened.backup("home", [home])
+    *changes, total = lines(call, store, "diff", "home@1", "home@2", "--no-metadata")
+    assert changes == ["M  /changed", "H  /filled", "M  /moved", "H  /punched", "H  /zeros"]
+    assert "2 with other content, 3 with other holes" in total
+    found = call.answer("--store", store, "diff", "home@1", "home@2", "--no-metadata")
+    assert (found["counts"]["holes"], found["changes"][1]["change"]) == (3, "holes")
+    assert lines(call, store, "diff", "home@2", "home@2") == [
+        "0 added, 0 removed, 0 with other content, 0 of another kind, 0 with other attributes; +0 B, -0 B"
+    ]
 
 
 # --- dump and get ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nearkin.trees.tree_diff import TreeChange
     from nearkin_shared.formats.tree_layout import TreeSummary
 
-_NAMES = {"+": "added", "-": "removed", "M": "content", "U": "metadata", "T": "type"}
+_NAMES = {"+": "added", "-": "removed", "M": "content", "H": "holes", "U": "metadata", "T": "type"}
 """Names of the kinds of changes in JSON."""
 
 
@@ -27,8 +27,9 @@ _NAMES = {"+": "added", "-": "removed", "M": "content", "U": "metadata", "T": "t
 def diff(before: str, after: str, no_metadata: bool) -> None:
     """List the differences between two versions of trees.
 
-    A line is: + added, - removed, M content changed, T another kind of entry, U attributes alone changed (mode, owner,
-    group, mtime, extended attributes); then the path. The last line has totals. With paths, folders are compared.
+    A line is: + added, - removed, M content changed, H the same content with other holes, T another kind of entry, U
+    attributes alone changed (mode, owner, group, mtime, extended attributes); then the path. The last line has totals.
+    With paths, folders are compared.
 
     nearkin diff home@3 home@4
     nearkin diff home@36h home                     # since 36 hours ago
@@ -36,7 +37,8 @@ def diff(before: str, after: str, no_metadata: bool) -> None:
     nearkin diff home@3 laptop@7 --no-metadata
     nearkin --json diff home@3 home@4 | jq -r '.changes[] | select(.change == "removed").path'
 
-    Files are compared by digest, no content is read. Inodes and ctimes are not compared.
+    Files are compared by digest; only of two files of one size with other holes content is read. Inodes and ctimes are
+    not compared.
     """
     from nearkin.cli.output import print_line
     from nearkin.cli.tree_location import open_tree, parse_location, resolve_location
@@ -75,7 +77,7 @@ class _Totals:
         """Count the changes as they pass."""
         for change in changes:
             self._changes[_NAMES[change.kind]] += 1
-            if change.kind != "U":
+            if change.kind not in ("U", "H"):
                 self._removed_bytes += 0 if change.before is None else change.before.content_bytes
                 self._added_bytes += 0 if change.after is None else change.after.content_bytes
             yield change
@@ -90,9 +92,10 @@ class _Totals:
         from nearkin_shared.savings_table import human_bytes
 
         counts = self._changes
+        holes = f"{counts['holes']:,} with other holes, " if counts["holes"] else ""
         return (
             f"{counts['added']:,} added, {counts['removed']:,} removed, {counts['content']:,} with other content, "
-            f"{counts['type']:,} of another kind, {counts['metadata']:,} with other attributes; "
+            f"{holes}{counts['type']:,} of another kind, {counts['metadata']:,} with other attributes; "
             f"+{human_bytes(self._added_bytes)}, -{human_bytes(self._removed_bytes)}"
         )
 

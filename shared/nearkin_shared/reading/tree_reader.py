@@ -62,7 +62,8 @@ class TreeReader:
     """An open tree. Not to be shared between threads."""
 
     def __init__(self, read_range: ReadRange, index: GroupIndex, size_bytes: int, label: str, digest: bytes) -> None:
-        self._read_range = read_range
+        self.read_range = self._read_range = read_range
+        """Returns bytes [start, stop) of the blob, contents included."""
         self._index = index
         self._label = label
         self._decoded: tuple[int, list[PlacedEntry]] = (-1, [])
