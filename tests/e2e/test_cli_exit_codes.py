@@ -58,7 +58,7 @@ def test_later_format_has_its_own_exit_code(call: InProcess, root: Path) -> None
     first = min(path for path in (root / "manifests").rglob("*") if path.is_file())
     data = bytearray(first.read_bytes())
     data[4:6] = (99).to_bytes(2, "little")
-    data[-CHECK_BYTES:] = check_bytes(data[:-CHECK_BYTES])
+    data[-CHECK_BYTES:] = check_bytes(bytes(data[:-CHECK_BYTES]))
     first.chmod(0o600)
     first.write_bytes(data)
     done = call("--store", root, "--json", "verify")

@@ -137,7 +137,7 @@ def _remedies(damage: Sequence[Damage]) -> Iterable[str]:
         if not (one.repairable or one.is_too_new or one.object_name.startswith(refused))
     }
     if any(one.is_too_new for one in damage):
-        yield "what cannot be read was written by a later Nearkin, and is not damaged as far as this one can tell: upgrade"
+        yield "what cannot be read has the format of a later Nearkin, and is not damaged as far as is known: upgrade"
     if "containers" in folders:
         yield (
             "put the same data again, cut the same way (the profile and `chunker.*` that they were put with), and "
