@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin.trees import backup, checkpoint_schedule
+from nearkin.trees import backup, checkpoint_schedule, unmatched_patterns
 from nearkin.trees.backup_walk import PathProblem
 from nearkin.trees.tree_writer import TreeWriter
 from tests.support.checks.commands import (
@@ -188,7 +188,7 @@ def test_backup_draws_files_and_bytes_on_a_terminal(store: Path, home: Path) -> 
 
 def test_backup_help_has_examples(store: Path, home: Path) -> None:
     done = run("backup", "--help")
-    assert b"nearkin backup home /home/kim" in done.stdout
+    assert b"nearkin backup home /home/ana" in done.stdout
     for option in (b"--files-from", b"--exclude-if-present", b"--one-file-system", b"--ignore-ctime", b"--dry-run"):
         assert option in done.stdout
 
@@ -260,3 +260,71 @@ def test_progress_without_json_is_refused(tmp_path: Path, call: InProcess) -> No
     open_store(tmp_path / "store", create=True).close()
     done = call("--store", tmp_path / "store", "backup", "home", tmp_path, "--progress")
     assert (done.returncode, b"--progress: prints JSON lines; give --json" in done.stderr) == (2, True)
+
+
+def test_dry_run_counts_no_holes(home: Path, store: Path, call: InProcess) -> None:
+    """The bytes to read of a sparse file are its data, as the backup then counts them."""
+    with (home / "sparse").open("wb") as file:
+        file.truncate(64 << 20)
+        os.pwrite(file.fileno(), b"d" * 8192, 32 << 20)
+    planned = call.answer("--store", store, "backup", "home", home, "-n")
+    stored = call.answer("--store", store, "backup", "home", home)
+    assert planned["read_bytes"] == stored["read_bytes"] == 8192 + 5007
+
+
+def _unmatched(call: InProcess, store: Path, *words: str | Path) -> list[tuple[str, str | None, int | None]]:
+    found = call.answer("--store", store, "backup", "home", *words)["unmatched_patterns"]
+    return [(one["pattern"], one["file"], one["line"]) for one in found]
+
+
+def test_patterns_that_match_nothing_are_named(home: Path, store: Path, tmp_path: Path, call: InProcess) -> None:
+    patterns = tmp_path / "patterns"
+    patterns.write_bytes(b"\xef\xbb\xbf*.txt\r\n# *.comment\r\n\r\n/buidl/\r\n!*.none\xc2\x85\r\n")
+    options = ("-e", "*.tpm", "-e", "b.*", "-e", "*.o", "--exclude-file", patterns)
+    done = call("--store", store, "backup", "home", home, *options)
+    assert done.returncode == 0
+    lines = done.stderr.decode().splitlines()
+    assert lines == [
+        f"nearkin: 3 patterns matched nothing: *.tpm, /buidl/ ({patterns}, line 4), !*.none\\x85 ({patterns}, line 5)"
+    ]
+    found = _unmatched(call, store, home, *options)
+    assert found == [("*.tpm", None, None), ("/buidl/", str(patterns), 4), ("!*.none\x85", str(patterns), 5)]
+    assert call.answer("--store", store, "backup", "home", home, "-n", *options)["unmatched_patterns"]
+    assert call("--store", store, "-q", "backup", "home", home, *options).stderr == b""
+
+
+def test_patterns_for_pruned_folders_are_not_named(home: Path, store: Path, call: InProcess) -> None:
+    """A pattern that matches only what another one, or a rule for folders, left out is not misspelt."""
+    (home / "build" / "deep").mkdir(parents=True)
+    (home / "build" / "deep" / "x.obj").touch()
+    (home / "cache").mkdir()
+    (home / "cache" / "CACHEDIR.TAG").write_bytes(b"Signature: 8a477f597d28d172789f06886806bc55")
+    (home / "cache" / "page.html").touch()
+    options = ("-e", "/build/", "-e", "*.obj", "-e", "/build/deep/*.obj", "-e", "*.html", "-e", "*.tpm")
+    assert _unmatched(call, store, home, *options, "--exclude-caches") == [("*.tpm", None, None)]
+    assert _unmatched(call, store, home, "-e", "/build", "-e", "/build/deep/*.abc") == [
+        ("/build/deep/*.abc", None, None)
+    ]
+
+
+def test_unmatched_patterns_of_unread_folders(
+    home: Path, store: Path, call: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where too many names are left out to compare, no pattern is named."""
+    (home / "build").mkdir()
+    for number in range(5):
+        (home / "build" / f"{number}").touch()
+    monkeypatch.setattr(unmatched_patterns, "NAMES_MAX", 5)
+    assert _unmatched(call, store, home, "-e", "build", "-e", "*.tpm") == [("*.tpm", None, None)]
+    monkeypatch.setattr(unmatched_patterns, "NAMES_MAX", 4)
+    assert _unmatched(call, store, home, "-e", "build", "-e", "*.tpm") == []
+
+
+def test_patterns_match_names_with_newlines(home: Path, store: Path, call: InProcess) -> None:
+    """A newline in a name is a character as others: it neither hides an entry from a pattern, nor ends a name."""
+    (home / "x\ny").mkdir()
+    (home / "x\ny" / "z.o").touch()
+    (home / "z.o\n").touch()
+    assert call("--store", store, "backup", "home", home, "-e", "*.o").returncode == 0
+    found = paths_of(store)
+    assert (b"x\ny/z.o" in found, b"z.o\n" in found) == (False, True)

@@ -207,7 +207,7 @@ def _progress(
     shown: bool,
     as_lines: bool,
 ) -> Iterator[None]:
-    """Show the progress; its total is the size of the newest tree, or counted meanwhile.
+    """Show the progress; its total is the content of the newest tree, or counted meanwhile.
 
     `as_lines`: as JSON lines, not as a bar.
     """
@@ -249,7 +249,7 @@ def _newest_tree_bytes(store: AnyStore, key: str) -> int | None:
     from nearkin_shared.errors import Corrupt, NotFound
 
     try:
-        return store.tree(key).summary.size_bytes
+        return store.tree(key).content_bytes
     except (NotFound, Corrupt):
         return None
 
@@ -365,8 +365,10 @@ def _entries_text(counts: BackupCounts) -> str:
 
 def _print_problems(counts: BackupCounts) -> None:
     from nearkin.cli.output import notice, warn
-    from nearkin.cli.tree_output import path_lines
+    from nearkin.cli.tree_output import path_lines, unmatched_line
 
+    if counts.unmatched_patterns:
+        notice(unmatched_line(counts.unmatched_patterns))
     for line in path_lines("skipped", counts.skips, counts.skipped):
         notice(line)
     for line in path_lines("", counts.problems, counts.unread + counts.changed):
@@ -374,7 +376,7 @@ def _print_problems(counts: BackupCounts) -> None:
 
 
 def _counts_json(counts: BackupCounts) -> dict[str, object]:
-    from nearkin.cli.tree_output import problems_json
+    from nearkin.cli.tree_output import patterns_json, problems_json
 
     return {
         "files": counts.files,
@@ -388,6 +390,7 @@ def _counts_json(counts: BackupCounts) -> dict[str, object]:
         "skipped": counts.skipped,
         "problems": problems_json(counts.problems),
         "skips": problems_json(counts.skips),
+        "unmatched_patterns": patterns_json(counts.unmatched_patterns),
     }
 
 

@@ -17,6 +17,7 @@ from nearkin_shared.errors import BadInput
 
 if TYPE_CHECKING:
     from nearkin.cli.tree_location import ResolvedLocation
+    from nearkin.trees.exclusions import PathPatterns
     from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
     from nearkin.trees.restore_plan import PlannedRestore
     from nearkin.trees.target_deletion import DeletionCounts
@@ -91,7 +92,8 @@ def restore(
         raise BadInput("--delete-excluded: extends --delete; add it")
     if delete and (include or exclude):
         raise BadInput("--delete: not with --include or --exclude, which would delete what they leave out")
-    accepts = _compile(include, exclude) if include or exclude else None
+    patterns = _compile(include, exclude)
+    accepts = _accepting(*patterns) if include or exclude else None
     options = RestoreOptions(Overwrite(overwrite), delete, delete_excluded, accepts)
     with session.open() as store:
         found = resolve_location(store, location)
@@ -105,21 +107,41 @@ def restore(
             store.restore(
                 found.key, output, version=found.version, path=found.path or b"", options=options, counts=counts
             )
+    _print_unmatched(session, patterns)
     return _report(session, found, output, counts, time.perf_counter() - started, verbose=flags["verbose"])
 
 
-def _compile(include: Sequence[str], exclude: Sequence[str]) -> Callable[[TreeEntry], bool]:
-    """Return whether an entry matches the patterns. Raises BadInput."""
+def _compile(include: Sequence[str], exclude: Sequence[str]) -> tuple[PathPatterns | None, PathPatterns | None]:
+    """Return the patterns of both options. Raises BadInput."""
+    if not include and not exclude:
+        return None, None
     from nearkin.trees.exclusions import PathPatterns
+    from nearkin.trees.unmatched_patterns import PatternSource
 
-    included = PathPatterns(include) if include else None
-    excluded = PathPatterns(exclude) if exclude else None
+    included, excluded = (
+        PathPatterns([PatternSource(text) for text in texts]) if texts else None for texts in (include, exclude)
+    )
+    return included, excluded
+
+
+def _print_unmatched(session: Session, patterns: Sequence[PathPatterns | None]) -> None:
+    """Name the patterns that match no entry of the tree."""
+    from nearkin.cli.output import notice
+    from nearkin.cli.tree_output import unmatched_line
+
+    unmatched = [source for one in patterns if one is not None for source in one.use.unmatched()]
+    if unmatched and not session.as_json:
+        notice(unmatched_line(unmatched))
+
+
+def _accepting(included: PathPatterns | None, excluded: PathPatterns | None) -> Callable[[TreeEntry], bool]:
+    """Return whether an entry matches the patterns."""
 
     def accepts(entry: TreeEntry) -> bool:
         is_folder = entry.kind == 1
-        if excluded is not None and excluded.matches(entry.path, is_folder=is_folder):
-            return False
-        return included is None or included.matches(entry.path, is_folder=is_folder)
+        is_excluded = excluded is not None and excluded.matches(entry.path, is_folder=is_folder)
+        is_included = included is None or included.matches(entry.path, is_folder=is_folder)
+        return is_included and not is_excluded
 
     return accepts
 

@@ -15,10 +15,12 @@ from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEn
 from nearkin_shared.utils.terminal import printable, to_json
 
 if TYPE_CHECKING:
+    from nearkin.trees.unmatched_patterns import PatternSource
     from nearkin_shared.formats.tree_layout import TreeSummary
 
 PROBLEMS_SHOWN_MAX = 1000
 """Lines on stderr, and elements of a JSON list; all are counted."""
+PATTERNS_SHOWN_MAX = 10
 KIND_NAMES = {
     EntryKind.FILE: "file",
     EntryKind.FOLDER: "folder",
@@ -70,6 +72,25 @@ def path_lines(what: str, problems: Sequence[_Problem], total: int) -> Iterator[
 def problems_json(problems: Sequence[_Problem]) -> list[dict[str, str]]:
     """Convert problems to JSON, PROBLEMS_SHOWN_MAX at most."""
     return [{"path": os.fsdecode(one.path), "reason": one.reason} for one in problems[:PROBLEMS_SHOWN_MAX]]
+
+
+def unmatched_line(patterns: Sequence[PatternSource]) -> str:
+    """Return a line that names the patterns that matched nothing, the first PATTERNS_SHOWN_MAX."""
+    shown = [
+        f"{printable(one.text)}" + (f" ({printable(one.file)}, line {one.line})" if one.file else "")
+        for one in patterns[:PATTERNS_SHOWN_MAX]
+    ]
+    more = len(patterns) - len(shown)
+    what = "1 pattern" if len(patterns) == 1 else f"{len(patterns):,} patterns"
+    return f"{what} matched nothing: {', '.join(shown)}{f', and {more:,} more' if more else ''}"
+
+
+def patterns_json(patterns: Sequence[PatternSource]) -> list[dict[str, object]]:
+    """Convert patterns to JSON, PROBLEMS_SHOWN_MAX at most; `file` and `line` are null for those of options."""
+    return [
+        {"pattern": one.text, "file": one.file or None, "line": one.line or None}
+        for one in patterns[:PROBLEMS_SHOWN_MAX]
+    ]
 
 
 def format_mtime(nanoseconds: int, *, fraction: bool = False) -> str:

@@ -98,6 +98,7 @@ class TreeBackup(BackupWalk):
         self._add_root()
         for listed in self._walker.folders():
             self._add_folder(listed)
+        self.note_unmatched_patterns()
         self._reused.flush()
         if tree.entries != self._previous_entries or len(parents) != 1:
             self.counts.is_unchanged = False

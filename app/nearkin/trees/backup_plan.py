@@ -66,6 +66,7 @@ class BackupPlan(BackupWalk):
                 self._add(listed, name, status, None if placed is None else placed.entry, is_present=is_present)
         self.counts.removed = (0 if newest is None else newest.summary.entries) - matched
         self.counts.is_unchanged = False
+        self.note_unmatched_patterns()
         return self.counts
 
     def count_bytes(self, add: Callable[[int], None], stop: Event) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from nearkin.trees.exclusions import ExclusionOptions, Exclusions
+from nearkin.trees.unmatched_patterns import PatternSource
 from nearkin.trees.walker import TreeWalker, tree_paths
 from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEntry
 
@@ -92,6 +93,8 @@ class BackupCounts:
     """The entry in progress."""
     problems: list[PathProblem] = field(default_factory=list)
     skips: list[PathProblem] = field(default_factory=list)
+    unmatched_patterns: list[PatternSource] = field(default_factory=list)
+    """Exclude patterns that matched nothing; known at the end."""
     is_unchanged: bool = True
     """Whether the tree is equal to its parent so far."""
 
@@ -114,9 +117,10 @@ class BackupWalk:
         self._comparison = options.comparison
         chosen = tree_paths(paths)
         self._root = chosen.root
+        self._exclusions = Exclusions(options.exclusions)
         self._walker = TreeWalker(
             chosen,
-            Exclusions(options.exclusions),
+            self._exclusions,
             self.report_problem,
             self.report_skip,
             one_file_system=options.one_file_system,
@@ -145,6 +149,10 @@ class BackupWalk:
     def partial_folders(self) -> tuple[bytes, ...] | msgspec.UnsetType:
         """Return the folders of which something is left out; unset if they are too many."""
         return self._walker.partial.sorted()
+
+    def note_unmatched_patterns(self) -> None:
+        """Note the exclude patterns that matched nothing; for the end of the walk."""
+        self.counts.unmatched_patterns = self._exclusions.unmatched()
 
     def _in_tree(self, path: bytes) -> bytes:
         return path[len(self._root) :].lstrip(b"/")

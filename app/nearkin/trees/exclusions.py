@@ -5,12 +5,14 @@ Patterns are those of .gitignore files, matched by the library pathspec; paths c
 
 from __future__ import annotations
 
+import codecs
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+from nearkin.trees.unmatched_patterns import Pattern, PatternSource, PatternUse, comparable
 from nearkin_shared.errors import BadInput
 
 PATTERNS_MAX = 100_000
@@ -43,20 +45,29 @@ class Exclusions:
 
         Raises BadInput for an unreadable file or a pattern that does not parse.
         """
-        lines = [*options.patterns]
+        sources = [PatternSource(text) for text in options.patterns]
         for path in options.files:
-            lines.extend(_read_patterns(path))
-        if len(lines) > PATTERNS_MAX:
-            raise BadInput(f"{len(lines):,} patterns: want at most {PATTERNS_MAX:,}")
-        self._patterns = PathPatterns(lines) if lines else None
+            sources.extend(_read_patterns(path))
+        if len(sources) > PATTERNS_MAX:
+            raise BadInput(f"{len(sources):,} patterns: want at most {PATTERNS_MAX:,}")
+        self._patterns = PathPatterns(sources) if sources else None
         self._options = options
 
     def excludes(self, path: bytes, status: os.stat_result) -> bool:
         """Return whether an entry is excluded by a pattern or its size."""
-        bound = self._options.larger_than_bytes
-        if bound is not None and stat.S_ISREG(status.st_mode) and status.st_size > bound:
+        if self._patterns is not None and self._patterns.matches(path, is_folder=stat.S_ISDIR(status.st_mode)):
             return True
-        return self._patterns is not None and self._patterns.matches(path, is_folder=stat.S_ISDIR(status.st_mode))
+        bound = self._options.larger_than_bytes
+        return bound is not None and stat.S_ISREG(status.st_mode) and status.st_size > bound
+
+    def note_pruned(self, path: bytes, file_path: bytes = b"") -> None:
+        """Note a folder whose content is left out; with `file_path` its names may be looked at later."""
+        if self._patterns is not None:
+            self._patterns.use.note_pruned(comparable(path), file_path)
+
+    def unmatched(self) -> list[PatternSource]:
+        """Return the patterns that match nothing; for the end of a walk."""
+        return [] if self._patterns is None else self._patterns.use.unmatched()
 
     def kept_names(self, folder: int, names: Sequence[str]) -> Sequence[str]:
         """Return the names that the rules for whole folders keep; `folder` is its descriptor."""
@@ -71,22 +82,27 @@ class Exclusions:
 class PathPatterns:
     """Patterns of .gitignore files, for paths of a tree."""
 
-    def __init__(self, lines: Iterable[str]) -> None:
+    def __init__(self, sources: Sequence[PatternSource]) -> None:
         """Compile the patterns. Raises BadInput for one that does not parse."""
         from pathspec import GitIgnoreSpec  # takes 20 ms, and most commands have no patterns
 
+        sources = [source for source in sources if source.text]  # the library drops empty lines
         try:
-            self._spec = GitIgnoreSpec.from_lines(lines)
+            self._spec = GitIgnoreSpec.from_lines([comparable(source.text) for source in sources])
         except ValueError as err:
             raise BadInput(f"pattern: {err}") from err
+        self.use = PatternUse(cast("Sequence[Pattern]", self._spec.patterns), sources)
 
     def matches(self, path: bytes, *, is_folder: bool) -> bool:
         """Return whether a pattern matches the path or a folder that contains it."""
-        name = os.fsdecode(path)
-        return bool(self._spec.match_file(f"{name}/" if is_folder else name))
+        name = comparable(path)
+        found = self._spec.check_file(f"{name}/" if is_folder else name)
+        if found.index is not None:
+            self.use.note_match(found.index, found.file)
+        return bool(found.include)
 
 
-def _read_patterns(path: Path) -> list[str]:
+def _read_patterns(path: Path) -> list[PatternSource]:
     try:
         with path.open("rb") as file:
             data = file.read(PATTERN_FILE_BYTES_MAX + 1)
@@ -94,7 +110,8 @@ def _read_patterns(path: Path) -> list[str]:
         raise BadInput(f'exclude file "{path}": {err.strerror}') from err
     if len(data) > PATTERN_FILE_BYTES_MAX:
         raise BadInput(f'exclude file "{path}": more than {PATTERN_FILE_BYTES_MAX:,} bytes')
-    return os.fsdecode(data).splitlines()
+    lines = os.fsdecode(data.removeprefix(codecs.BOM_UTF8)).split("\n")  # as git does: no other character ends a line
+    return [PatternSource(text.removesuffix("\r"), str(path), line) for line, text in enumerate(lines, 1)]
 
 
 def _has_cache_tag(folder: int) -> bool:

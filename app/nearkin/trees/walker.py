@@ -306,7 +306,10 @@ class TreeWalker:
             return []
         allowed = self._paths.selected.get(folder)
         kept = names if allowed is None else [name for name in names if name in allowed]
+        chosen = len(kept)
         kept = self._exclusions.kept_names(descriptor, kept)
+        if len(kept) < chosen:
+            self._exclusions.note_pruned(folder, path)
         if len(kept) < len(names):
             self.partial.add(folder)
         return sorted(map(os.fsencode, kept))
@@ -338,6 +341,8 @@ class TreeWalker:
                 continue
             if excludes(path, status) and not self._is_kept(path, status):
                 self.partial.add(folder)
+                if stat.S_ISDIR(status.st_mode):
+                    self._exclusions.note_pruned(path, self._file_path(path))
                 continue
             if path in self._unmet:
                 self._meet(path, status)
@@ -387,6 +392,7 @@ class TreeWalker:
                     break
                 ancestor = ancestor[2]
         if reason:
+            self._exclusions.note_pruned(path)
             with suppress(ValueError):
                 self._notice(self._file_path(path), f"{reason}; its content is left out")
         return not reason
