@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -70,24 +71,40 @@ class AttributeWriter:
         The owner is the first, since it clears others; the times are the last.
         """
         target: int | bytes = through or descriptor
-        status, mode = os.fstat(descriptor), entry.mode
-        if (status.st_uid, status.st_gid) != (entry.uid, entry.gid) and not self._attempt(
-            entry, "owner", lambda: os.chown(target, entry.uid, entry.gid)
-        ):
-            mode = self._without_set_id(entry)
+        lost_bits = self._set_owner(entry, target, os.fstat(descriptor))
         if entry.kind != EntryKind.SYMLINK:
-            self._attempt(entry, "mode", lambda: os.chmod(target, mode))
+            self._set_mode(entry, target, descriptor, lost_bits)
         self._set_xattrs(entry, target, is_new=is_new)
         self._attempt(entry, "time", lambda: os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns)))
 
-    def _without_set_id(self, entry: TreeEntry) -> int:
-        """Return the mode without setuid and setgid, which would act for another owner."""
-        if entry.mode & SET_ID_BITS and entry.kind != EntryKind.SYMLINK:
+    def _set_owner(self, entry: TreeEntry, target: int | bytes, status: os.stat_result) -> int:
+        """Set owner and group; return the set-id bits that would act for another owner or group.
+
+        A user may give a file to a group that he is in, even if he may not give it to another owner.
+        """
+        is_owned, is_of_group = status.st_uid == entry.uid, status.st_gid == entry.gid
+        if is_owned and is_of_group:
+            return 0
+        if not is_owned:
+            with suppress(OSError, OverflowError):
+                os.chown(target, entry.uid, entry.gid)
+                return 0
+            is_owned = self._attempt(entry, "owner", lambda: os.chown(target, entry.uid, -1))
+        if not is_of_group:
+            is_of_group = self._attempt(entry, "group", lambda: os.chown(target, -1, entry.gid))
+        return (0 if is_owned else stat.S_ISUID) | (0 if is_of_group else stat.S_ISGID)
+
+    def _set_mode(self, entry: TreeEntry, target: int | bytes, descriptor: int, lost_bits: int) -> None:
+        """Set the mode without `lost_bits`; report the set-id bits that are not set."""
+        wanted = entry.mode & ~lost_bits
+        is_set = self._attempt(entry, "mode", lambda: os.chmod(target, wanted))
+        lost = entry.mode & lost_bits
+        if is_set and wanted & SET_ID_BITS:  # the kernel drops setgid without an error
+            lost |= wanted & ~os.fstat(descriptor).st_mode & SET_ID_BITS
+        if lost:
             self._counts.unset["setuid or setgid"] += 1
-            self._counts.note(
-                entry.path, "setuid or setgid cannot be set: the file has another owner", is_attribute=True
-            )
-        return entry.mode & ~SET_ID_BITS
+            reason = "setuid or setgid cannot be set: the file has another owner or group"
+            self._counts.note(entry.path, reason, is_attribute=True)
 
     def _set_xattrs(self, entry: TreeEntry, target: int | bytes, *, is_new: bool) -> None:
         wanted = dict(entry.xattrs)

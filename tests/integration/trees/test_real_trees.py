@@ -157,10 +157,17 @@ def test_restore_by_another_user_names_what_it_cannot_set(tmp_path: Path, reacha
     """Owners, a device and capabilities are counted by kind on stderr; the exit code is 3, and all content is there."""
     source = tmp_path / "source"
     source.mkdir()
-    for name, owner in (("root", 0), ("other", 1234), ("plain-user", 65_534)):
+    owners = {
+        "root": (0, 0),
+        "other": (1234, 1234),
+        "plain-user": (65_534, 65_534),
+        "shared": (0, 4321),
+        "own": (65_534, 9),
+    }
+    for name, (owner, group) in owners.items():
         (source / name).write_bytes(name.encode())
-        (source / name).chmod(0o644)
-        os.chown(source / name, owner, owner)
+        os.chown(source / name, owner, group)
+        (source / name).chmod(0o2644 if name in ("shared", "own") else 0o644)
     os.setxattr(source / "plain-user", "security.capability", CAPABILITY)
     os.mknod(source / "null", 0o20666, os.makedev(1, 3))
     with open_store(reachable / "store", create=True) as store:
@@ -168,22 +175,32 @@ def test_restore_by_another_user_names_what_it_cannot_set(tmp_path: Path, reacha
     for path in (reachable / "store", *(reachable / "store").rglob("*")):
         path.chmod(0o777 if path.is_dir() else 0o666)
     line = command("--store", reachable / "store", "--json", "restore", "home", "-o", reachable / "target")
-    user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--groups", "4321"]
     done = subprocess.run([*user, *line], env=environment(), capture_output=True, check=False, text=True)
     if "Permission denied" in done.stderr and not done.stdout:
         pytest.skip(f"the interpreter cannot be run by another user: {done.stderr[-200:]}")
     assert done.returncode == 3, done.stderr
     counts = json.loads(done.stdout)
-    assert counts["files"] == 3
+    assert counts["files"] == 5
     assert (counts["failed"], counts["problems"]) == (0, [])
-    assert counts["unset"] == {"owner": 3, "device": 1, "security.capability": 1}, "the root is the third of an owner"
+    kinds = {"owner": 4, "group": 4, "device": 1, "security.capability": 1, "setuid or setgid": 1}
+    assert counts["unset"] == kinds, "the root is one of an owner and of a group"
+    no_owner, no_group = (f"{what} cannot be set: operation not permitted" for what in ("owner", "group"))
     assert sorted((problem["path"], problem["reason"]) for problem in counts["unset_entries"]) == [
-        ("", "owner cannot be set: operation not permitted"),
+        ("", no_group),
+        ("", no_owner),
         ("null", "is a device, which only root can make"),
-        ("other", "owner cannot be set: operation not permitted"),
+        ("other", no_group),
+        ("other", no_owner),
+        ("own", no_group),
+        ("own", "setuid or setgid cannot be set: the file has another owner or group"),
         ("plain-user", "security.capability cannot be set: operation not permitted"),
-        ("root", "owner cannot be set: operation not permitted"),
+        ("root", no_group),
+        ("root", no_owner),
+        ("shared", no_owner),
     ]
-    for name in ("root", "other", "plain-user"):
+    status = (reachable / "target" / "shared").stat()
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (65_534, 4321, 0o2644)
+    for name in owners:
         assert (reachable / "target" / name).read_bytes() == name.encode()
         assert (reachable / "target" / name).stat().st_uid == 65_534
