@@ -30,6 +30,7 @@ from nearkin.trees.file_content import (
     stored_hasher,
     truncated,
 )
+from nearkin.trees.hard_links import HardLinks
 from nearkin.trees.parent_tree import FoundEntry, OrderedEntries, ParentTree, ReusedContent, parent_entries
 from nearkin.trees.tree_sinks import StoreSink, TreeSink
 from nearkin.trees.tree_writer import TreeWriter
@@ -75,8 +76,7 @@ class TreeBackup(BackupWalk):
         self._parents = parents
         self._checkpoint = checkpoint
         self._skip_if_unchanged = options.skip_if_unchanged
-        self._links: dict[tuple[int, int], bytes] = {}
-        """Path in the tree of each inode with several names."""
+        self._links = HardLinks()
         self._has_lost = False
         """Whether attributes of the entry in progress were left out."""
 
@@ -165,12 +165,11 @@ class TreeBackup(BackupWalk):
         if entry.digest:
             self._reused.add(found)
         self._tree.add(entry)
-        if status.st_nlink > 1:
-            self._links[status.st_dev, status.st_ino] = entry.path
+        self._links.add(status, entry.path)
 
     def _add_hard_link(self, folder: bytes, name: bytes, status: os.stat_result, found: FoundEntry | None) -> bool:
         """Add a further name of a file that the tree has; return whether it is one."""
-        target = self._links.get((status.st_dev, status.st_ino))
+        target = self._links.find(status)
         if target is None:
             return False
         self._add_entry(folder, name, status, (), found, kind=EntryKind.HARD_LINK, target=target)
@@ -241,8 +240,7 @@ class TreeBackup(BackupWalk):
         self.counts.files += 1
         entry = entry._replace(flags=flags, digest=digest)
         self._tree.add(entry)
-        if before.st_nlink > 1:
-            self._links[before.st_dev, before.st_ino] = entry.path
+        self._links.add(before, entry.path)
 
     def _read_content(
         self,
@@ -309,10 +307,8 @@ class TreeBackup(BackupWalk):
         if kind is None:
             self.report_skip(path, "is a socket")
             return
-        if kind != EntryKind.FOLDER and status.st_nlink > 1:
-            if self._add_hard_link(listed.path, name, status, found):
-                return
-            self._links[status.st_dev, status.st_ino] = listed.path + b"/" + name if listed.path else name
+        if kind != EntryKind.FOLDER and status.st_nlink > 1 and self._add_hard_link(listed.path, name, status, found):
+            return
         target = b""
         try:
             if kind == EntryKind.SYMLINK:
@@ -329,6 +325,7 @@ class TreeBackup(BackupWalk):
             self.counts.folders += 1
         else:
             self.counts.others += 1
+            self._links.add(status, listed.path + b"/" + name if listed.path else name)
 
     def _xattrs_of(
         self, status: os.stat_result, found: FoundEntry | None, read: Callable[[], tuple[tuple[bytes, bytes], ...]]

@@ -17,6 +17,7 @@ from threading import Event
 
 from nearkin.trees.attributes import KINDS, data_bytes
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, BackupWalk
+from nearkin.trees.hard_links import HardLinks
 from nearkin.trees.parent_tree import EntryKey, OrderedEntries, keyed_entries
 from nearkin.trees.walker import ListedFolder
 from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry, sort_key
@@ -45,7 +46,7 @@ class BackupPlan(BackupWalk):
     ) -> None:
         """`left_out`: folders of the store. Raises as `BackupWalk` does."""
         super().__init__(paths, options, counts, left_out)
-        self._links: set[tuple[int, int]] = set()
+        self._links = HardLinks()
 
     def run(self, newest: TreeReader | None, unfinished: TreeReader | None = None) -> PlannedCounts:
         """Compare all entries with the newest tree, and before it with a newer checkpoint.
@@ -113,10 +114,9 @@ class BackupPlan(BackupWalk):
     def _is_further_link(self, status: os.stat_result) -> bool:
         if status.st_nlink == 1:
             return False
-        identity = (status.st_dev, status.st_ino)
-        if identity in self._links:
+        if self._links.find(status) is not None:
             return True
-        self._links.add(identity)
+        self._links.add(status, b"")
         return False
 
 

@@ -224,3 +224,24 @@ def test_mounts_of_the_kernel_and_loops_are_not_entered(tmp_path: Path) -> None:
         "is a file system of the kernel; its content is left out",
         "is mounted inside itself; its content is left out",
     ]
+
+
+def test_name_of_a_symlink_that_was_not_stored_is_no_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second name of a symlink whose first name cannot be read is stored as the symlink itself."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a").symlink_to("target")
+    os.link(source / "a", source / "b", follow_symlinks=False)
+    original = os.readlink
+
+    def readlink(path: bytes, *, dir_fd: int | None = None) -> bytes:
+        if path == b"a":
+            raise OSError(5, "Input/output error")
+        return original(path, dir_fd=dir_fd)
+
+    with open_store(tmp_path / "store", create=True) as store:
+        monkeypatch.setattr(os, "readlink", readlink)
+        assert store.backup("home", [source]).counts.unread == 1
+        monkeypatch.undo()
+        assert store.restore("home", tmp_path / "target").is_complete
+    assert os.readlink(tmp_path / "target" / "b") == "target"
