@@ -218,7 +218,7 @@ def _decode(data: memoryview, what: str) -> Iterator[TreeEntry]:
         raise Corrupt(f"{what}: folders start at rows {starts[:4]} of {rows}")
     if max(kinds) > EntryKind.BLOCK_DEVICE or max(nanoseconds) >= _NANOSECONDS:
         raise Corrupt(f"{what}: kind {max(kinds)}, {max(nanoseconds)} ns: out of bounds")
-    number, extras_bit = 0, EntryFlag.EXTRAS
+    number, number_of_digests, extras_bit = 0, 0, EntryFlag.EXTRAS
     for row in range(rows):
         if number + 1 < folder_count and starts[number + 1] == row:
             number += 1
@@ -238,6 +238,9 @@ def _decode(data: memoryview, what: str) -> Iterator[TreeEntry]:
                     raise Corrupt(f"{what}: a hard link to {target!r}, which is not a path of a tree")
         else:
             has_content = size > 0 if extents is None else bool(extents)
+            if has_content and number_of_digests == digest_count:
+                raise Corrupt(f"{what}: more files with content than digests")
+            number_of_digests += has_content
         yield TreeEntry(
             folders[number],
             names[row],
