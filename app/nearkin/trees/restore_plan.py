@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nearkin.trees.restore_counts import Overwrite, RestoreOptions
-from nearkin.trees.target_deletion import DeletionCounts, Identity, TargetDeletion, check_target
+from nearkin.trees.target_deletion import IS_STORE, DeletionCounts, Identity, TargetDeletion, check_target
 from nearkin.trees.tree_restore import check_delete, is_same_file
 from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry
 from nearkin_shared.reading.tree_reader import TreeReader
+from nearkin_shared.storage.descriptor import NAME as STORE_DESCRIPTOR
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -134,6 +135,9 @@ def _is_closed(
     with suppress(OSError):
         exists = os.lstat(path)
         if (exists.st_dev, exists.st_ino) in protected:
+            return True
+        if stat.S_ISDIR(exists.st_mode) and os.path.lexists(os.path.join(path, os.fsencode(STORE_DESCRIPTOR))):
+            counts.deletion.add_kept(entry.path, IS_STORE)
             return True
         if not stat.S_ISDIR(exists.st_mode):
             if options.overwrite == Overwrite.NEVER:

@@ -122,7 +122,7 @@ class TargetDeletion:
 
     def _protection(self, descriptor: int) -> str:
         """Return why nothing is deleted in an open folder; empty if it may be."""
-        if is_protected(descriptor, self._protected) or _has_descriptor(descriptor):
+        if is_protected(descriptor, self._protected) or has_descriptor(descriptor):
             return IS_STORE
         return "" if mount_of(descriptor) == self._mount else IS_MOUNT
 
@@ -256,12 +256,15 @@ def partial_folders(reader: TreeReader, *, with_excluded: bool) -> frozenset[byt
 
 
 def check_target(target: Path, protected: Collection[Identity]) -> None:
-    """Refuse a target that is a folder of the store, or in one. Raises BadInput."""
+    """Refuse a target that is a folder of the store, or in one, or in any other store.
+
+    Raises BadInput.
+    """
     path = Path(os.path.realpath(target))
     for folder in (path, *path.parents):
         with suppress(OSError):
             status = folder.stat()
-            if (status.st_dev, status.st_ino) in protected:
+            if (status.st_dev, status.st_ino) in protected or os.path.lexists(folder / STORE_DESCRIPTOR):
                 raise BadInput(f'target "{target}": is in the store "{folder}"; name a folder outside of it')
 
 
@@ -304,7 +307,7 @@ def _parent_of(descriptor: int, parent: _Level) -> int:
     return above
 
 
-def _has_descriptor(folder: int) -> bool:
+def has_descriptor(folder: int) -> bool:
     """Return whether a folder is the root of any store."""
     with suppress(OSError):
         os.stat(STORE_DESCRIPTOR, dir_fd=folder, follow_symlinks=False)

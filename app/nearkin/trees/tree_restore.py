@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -27,19 +28,23 @@ from nearkin.trees.target_deletion import (
     Identity,
     TargetDeletion,
     check_target,
+    has_descriptor,
     is_protected,
     partial_folders,
 )
 from nearkin_shared.errors import BadInput, Corrupt, NoRoom, NotFound, StoreUnavailable
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryFlag, EntryKind, TreeEntry
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
+from nearkin_shared.storage.descriptor import NAME as STORE_DESCRIPTOR_NAME
 
+STORE_DESCRIPTOR = STORE_DESCRIPTOR_NAME.encode()
 SKIP_BYTES_MAX = 4 << 20
 """Contents that are not wanted are read over up to here; beyond, the stream is opened again."""
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _KEPT_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_TEMPORARY = b".nearkin-restore-%d"
+_TEMPORARY = b".nearkin-restore-"
+"""Start of the name of an entry until it is complete; what follows is random, so that no entry has the name."""
 _DEVICE_TYPES = {EntryKind.CHARACTER_DEVICE: stat.S_IFCHR, EntryKind.BLOCK_DEVICE: stat.S_IFBLK}
 
 
@@ -62,7 +67,10 @@ class TreeRestore:
         self._target = target
         self._options = options
         self.counts = counts
+        self._temporary = _TEMPORARY + secrets.token_hex(8).encode()
         self._base = b""
+        self._new_stores: set[bytes] = set()
+        """Folders, below the target, that this run makes a store by writing its descriptor."""
         self._folder: tuple[bytes, int] | None = None
         self._root = -1
         self._protected = frozenset(protected)
@@ -146,6 +154,8 @@ class TreeRestore:
                 if err.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise NoRoom(f'"{self._target}": the device is full', self._target) from err
                 self._fail(entry, err)
+            except OverflowError as err:  # a size or device number that no call of the kernel takes
+                self._fail(entry, err)
             except Corrupt as err:  # of this file: others may be sound
                 self._contents.close()
                 self.counts.damaged += 1
@@ -176,7 +186,7 @@ class TreeRestore:
         return self._folder[1]
 
     def _open_folder(self, path: bytes, *, create: bool = False) -> int:
-        descriptor = os.dup(self._root)
+        descriptor, position = os.dup(self._root), 0
         for part in path.split(b"/") if path else ():
             try:
                 try:
@@ -189,10 +199,17 @@ class TreeRestore:
             finally:
                 os.close(descriptor)
             descriptor = below
-            if self._protected and is_protected(descriptor, self._protected):
+            position += len(part) + 1
+            if self._is_store(descriptor, path[: position - 1]):
                 os.close(descriptor)
                 raise OSError(0, IS_STORE)
         return descriptor
+
+    def _is_store(self, descriptor: int, path: bytes) -> bool:
+        """Return whether an open folder of the target is one of a store that this run does not write."""
+        if self._protected and is_protected(descriptor, self._protected):
+            return True
+        return has_descriptor(descriptor) and path not in self._new_stores
 
     def _add_parents(self, folder: bytes) -> None:
         """Note the folders that lead to an accepted entry, so that they get their attributes too."""
@@ -278,6 +295,8 @@ class TreeRestore:
         if entry.kind == EntryKind.FOLDER:
             self._restore_folder(entry, folder)
             return
+        if entry.name == STORE_DESCRIPTOR:
+            self._new_stores.add(self._relative(entry.folder))
         exists = self._existing(entry.name, folder)
         if exists is not None:
             if self._is_kept(entry, exists, folder):
@@ -291,7 +310,7 @@ class TreeRestore:
                     return
                 exists = None
         if entry.kind == EntryKind.FILE:
-            self._restore_file(placed, folder, replaces=exists is not None)
+            self._restore_file(placed, folder)
         elif entry.kind == EntryKind.HARD_LINK:
             self._restore_link(placed, folder, exists)
         else:
@@ -345,6 +364,10 @@ class TreeRestore:
             self._closed.add(entry.path)
             self._deletion.counts.add_kept(entry.path, IS_STORE)
             return
+        if exists is not None and self._holds_store(entry, folder):
+            self._closed.add(entry.path)
+            self.counts.fail(entry.path, f"{IS_STORE}, into which nothing is restored; move it away first")
+            return
         if exists is None:
             os.mkdir(entry.name, 0o700, dir_fd=folder)
         elif exists.st_mode & 0o700 != 0o700:
@@ -354,19 +377,29 @@ class TreeRestore:
             self._known_folders.add(entry.path)
         self.counts.folders += 1
 
-    def _restore_file(self, placed: PlacedEntry, folder: int, *, replaces: bool) -> None:
-        entry = placed.entry
-        name = _TEMPORARY % os.getpid() if replaces else entry.name
-        with suppress(FileNotFoundError):
-            if replaces:
-                os.unlink(name, dir_fd=folder)
+    def _holds_store(self, entry: TreeEntry, folder: int) -> bool:
+        """Return whether an existing folder is a store."""
+        try:
+            descriptor = os.open(entry.name, _FOLDER_FLAGS, dir_fd=folder)
+        except PermissionError:  # found once it can be entered
+            return False
+        try:
+            return self._is_store(descriptor, self._relative(entry.path))
+        finally:
+            os.close(descriptor)
+
+    def _restore_file(self, placed: PlacedEntry, folder: int) -> None:
+        """Write a file under another name first.
+
+        A run that is killed leaves no incomplete file that `never` would keep later.
+        """
+        entry, name = placed.entry, self._temporary
         descriptor = os.open(name, _NEW_FLAGS, 0o600, dir_fd=folder)
         try:
             self._write_content(placed, descriptor)
             self._attributes.set_open(entry, descriptor, is_new=True)
             status = os.fstat(descriptor)
-            if replaces:
-                os.rename(name, entry.name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.rename(name, entry.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with suppress(OSError):
                 os.unlink(name, dir_fd=folder)
@@ -419,14 +452,12 @@ class TreeRestore:
     def _link(self, path: bytes, identity: tuple[int, int], name: bytes, folder: int) -> bool:
         """Make another name of a file of this run; return whether it is that file."""
         parent, _, source_name = path.rpartition(b"/")
-        temporary = _TEMPORARY % os.getpid()
+        temporary = self._temporary
         try:
             source = self._open_folder(self._relative(parent))
         except OSError:
             return False
         try:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary, dir_fd=folder)
             os.link(source_name, temporary, src_dir_fd=source, dst_dir_fd=folder, follow_symlinks=False)
             status = os.stat(temporary, dir_fd=folder, follow_symlinks=False)
             if (status.st_dev, status.st_ino) == identity:
@@ -449,10 +480,7 @@ class TreeRestore:
             self._sources[target] = entry.path, (status.st_dev, status.st_ino)
 
     def _restore_other(self, entry: TreeEntry, folder: int, *, replaces: bool) -> None:
-        name = _TEMPORARY % os.getpid() if replaces else entry.name
-        with suppress(FileNotFoundError):
-            if replaces:
-                os.unlink(name, dir_fd=folder)
+        name = self._temporary if replaces else entry.name
         if entry.kind == EntryKind.SYMLINK:
             os.symlink(entry.target, name, dir_fd=folder)
         elif entry.kind == EntryKind.FIFO:

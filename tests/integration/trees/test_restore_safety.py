@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,8 +18,11 @@ from nearkin.store import Store, open_store
 from nearkin.trees.backup_walk import BackupOptions
 from nearkin.trees.exclusions import ExclusionOptions
 from nearkin.trees.restore_counts import Overwrite, RestoreCounts, RestoreOptions
+from nearkin.trees.restore_plan import PlannedRestore, plan_restore
 from nearkin_shared.errors import BadInput, Corrupt
+from nearkin_shared.formats.tree_entry_group import EntryKind
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
+from tests.support.checks.commands import environment
 
 DELETE = RestoreOptions(delete=True)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts, and changes owners")
@@ -82,6 +86,43 @@ def test_restore_writes_nothing_into_its_store(folder: Path, tmp_path: Path) -> 
             store.restore("home", target / "store" / "sub")
     assert (target / "store").stat().st_mode == status.st_mode
     assert (counts.deletion.kept, only.files, only.failed) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("inside", ["containers", "containers/deep/new"])
+def test_target_in_any_store_is_refused(inside: str, folder: Path, tmp_path: Path) -> None:
+    """A store is known by its descriptor, whichever store the restore reads."""
+    with open_store(tmp_path / "other", create=True) as other:
+        other.put("k", b"blob")
+    before = sorted((tmp_path / "other").rglob("*"))
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        for options in (RestoreOptions(), DELETE):
+            with pytest.raises(BadInput, match="is in the store"):
+                store.restore("home", tmp_path / "other" / inside, options=options)
+        with pytest.raises(BadInput, match="is in the store"):
+            plan_restore(store.tree("home"), b"", tmp_path / "other", DELETE, PlannedRestore())
+    assert sorted((tmp_path / "other").rglob("*")) == before
+
+
+def test_restore_writes_into_no_existing_store(folder: Path, tmp_path: Path) -> None:
+    """A store of the tree is restored as files, but not over a store that exists; that one is named."""
+    with open_store(folder / "copy", create=True) as other:
+        other.put("k", b"first")
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        assert store.restore("home", tmp_path / "new").is_complete
+        with open_store(tmp_path / "new" / "copy") as restored:
+            assert restored.get("k").read() == b"first"
+            restored.put("k", b"second")
+        plan = plan_restore(store.tree("home"), b"", tmp_path / "new", RestoreOptions(), PlannedRestore())
+        counts = store.restore("home", tmp_path / "new", options=RestoreOptions(delete=True, delete_excluded=True))
+        only = store.restore("home", tmp_path / "new", options=RestoreOptions(accepts=lambda entry: b"/" in entry.path))
+    with open_store(tmp_path / "new" / "copy") as kept:
+        assert kept.get("k").read() == b"second"
+    assert [entry.path for entry in plan.deletion.kept_entries] == [b"copy"]
+    assert [problem.path for problem in counts.problems] == [b"copy"]
+    assert counts.files == 2
+    assert {problem.reason for problem in only.problems} == {"is a folder of a store"}
 
 
 @pytest.mark.parametrize("kind", ["pattern", "cache", "marker", "unread", "selected", "socket"])
@@ -200,6 +241,68 @@ def test_delete_of_a_folder_deeper_than_the_stack(folder: Path, tmp_path: Path) 
         store.backup("home", [folder])
         counts = store.restore("home", target, options=DELETE)
     assert (counts.is_complete, counts.deleted, names(target)) == (True, 1, ["a", "sub"])
+
+
+# --- interrupted runs -------------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from nearkin import open_store
+original = os.pwrite
+def pwrite(descriptor, data, offset):
+    original(descriptor, data[:1000], offset)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.pwrite = pwrite
+with open_store(sys.argv[1], read_only=True) as store:
+    store.restore("home", sys.argv[2])
+"""
+
+
+def test_killed_restore_leaves_no_file_that_never_keeps(folder: Path, tmp_path: Path) -> None:
+    """A file has its name once it is complete: `never` goes on where a killed run ended."""
+    (folder / "a").write_bytes(os.urandom(100_000))
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+    words = [sys.executable, "-c", KILLED, str(tmp_path / "store"), str(tmp_path / "target")]
+    assert subprocess.run(words, check=False, env=environment()).returncode == -signal.SIGKILL
+    assert not (tmp_path / "target" / "a").exists()
+    with open_store(tmp_path / "store", read_only=True) as store:
+        assert store.restore("home", tmp_path / "target", options=RestoreOptions(Overwrite.NEVER)).is_complete
+    assert (tmp_path / "target" / "a").read_bytes() == (folder / "a").read_bytes()
+
+
+def test_temporary_name_is_of_no_entry(folder: Path, tmp_path: Path) -> None:
+    """What a killed run of the same process id left, and a backup stored, is restored as any other file."""
+    (folder / f".nearkin-restore-{os.getpid()}").write_bytes(b"left over")
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        for _ in range(2):
+            assert store.restore("home", tmp_path / "target").is_complete
+    assert (tmp_path / "target" / f".nearkin-restore-{os.getpid()}").read_bytes() == b"left over"
+
+
+@pytest.mark.parametrize("extents", [(), None])
+def test_size_beyond_the_kernel_fails_that_file_alone(
+    extents: tuple[()] | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree that another program made may have sizes that no call of the kernel takes."""
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        below = TreeReader.below
+
+        def enlarged(reader: TreeReader, path: bytes) -> Iterator[PlacedEntry]:
+            for placed in below(reader, path):
+                entry = placed.entry
+                if entry.name == b"a":
+                    kind = EntryKind.FILE if extents is not None else EntryKind.CHARACTER_DEVICE
+                    entry = entry._replace(kind=kind, size=(1 << 64) - 1, extents=extents)
+                yield placed._replace(entry=entry)
+
+        monkeypatch.setattr(TreeReader, "below", enlarged)
+        counts = store.restore("home", tmp_path / "target")
+    assert [problem.path for problem in counts.problems] == [b"a"]
+    assert (tmp_path / "target" / "sub" / "b").read_bytes() == b"b stored"
+    assert names(tmp_path / "target") == ["sub"]
 
 
 # --- policies ---------------------------------------------------------------------------------------------------------
@@ -348,7 +451,7 @@ def test_set_id_bits_are_not_set_for_another_owner(folder: Path, tmp_path: Path)
             patch.setattr(os, call, _refuse)
         counts = store.restore("home", tmp_path / "target")
     assert stat.S_IMODE((tmp_path / "target" / "a").stat().st_mode) == 0o755
-    assert counts.unset == {"owner": 1, "setuid or setgid": 1}
+    assert counts.unset == {"owner": 1, "group": 1, "setuid or setgid": 1}
 
 
 def _refuse(*_: object, **__: object) -> None:
