@@ -61,7 +61,10 @@ class Exclusions:
         return bound is not None and stat.S_ISREG(status.st_mode) and status.st_size > bound
 
     def note_pruned(self, path: bytes, file_path: bytes = b"") -> None:
-        """Note a folder whose content is left out; with `file_path` its names may be looked at later."""
+        """Note a folder whose content is left out.
+
+        With `file_path` its names may be looked at later.
+        """
         if self._patterns is not None:
             self._patterns.use.note_pruned(comparable(path), file_path)
 

@@ -206,7 +206,10 @@ class TreeRestore:
         return descriptor
 
     def _is_store(self, descriptor: int, path: bytes) -> bool:
-        """Return whether an open folder of the target is one of a store that this run does not write."""
+        """Return whether an open folder of the target belongs to a store.
+
+        A store that this run itself writes is none.
+        """
         if self._protected and is_protected(descriptor, self._protected):
             return True
         return has_descriptor(descriptor) and path not in self._new_stores

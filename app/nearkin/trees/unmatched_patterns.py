@@ -57,7 +57,10 @@ class PatternUse:
         self._is_exceeded = False
 
     def note_match(self, number: int, name: str) -> None:
-        """Note the pattern that decides about a path; others that match it as well count as matched."""
+        """Note the pattern that decides about a path.
+
+        Others that match it as well count as matched.
+        """
         if self._unmatched:
             self._unmatched.pop(number, None)
             self._note_name(name)
@@ -97,7 +100,10 @@ class PatternUse:
 
 
 def _names_below(pruned: _Pruned) -> Iterator[str]:
-    """Yield the paths below a folder, folders with `/`; nothing of a folder that cannot be listed."""
+    """Yield the paths below a folder, folders with `/`.
+
+    Nothing of a folder that cannot be listed.
+    """
     waiting = [(pruned.name, pruned.file_path)]
     while waiting:
         name, path = waiting.pop()

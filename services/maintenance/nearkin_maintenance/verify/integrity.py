@@ -110,7 +110,10 @@ class IntegrityChecker:
         self.too_new.discard(name)
 
     def _add_problem(self, name: str, problem: str, *, is_too_new: bool = False) -> None:
-        """Record a problem of a container; the first counts, but damage counts more than a later format."""
+        """Record a problem of a container.
+
+        The first counts, but damage counts more than a later format.
+        """
         if name not in self.problems:
             self.problems[name] = problem
             if is_too_new:
