@@ -149,7 +149,7 @@ def test_group_with_a_path_outside_the_target_is_refused(name: bytes) -> None:
 
 
 def test_group_with_too_few_digests_is_refused() -> None:
-    """Whoever may store blobs can store a tree with matching digests; its readers must name it as damaged."""
+    """A user who may store blobs can store a tree with matching digests; its readers must name it as damaged."""
     entries = [TreeEntry(b"", name, EntryKind.FILE, 0o644, 0, 0, 0, size=3) for name in (b"a", b"b")]
     with pytest.raises(Corrupt, match="more files with content than digests"):
         decode_group(encode_group(entries), "group")

@@ -75,7 +75,10 @@ def problems_json(problems: Sequence[_Problem]) -> list[dict[str, str]]:
 
 
 def unmatched_line(patterns: Sequence[PatternSource]) -> str:
-    """Return a line that names the patterns that matched nothing, the first PATTERNS_SHOWN_MAX."""
+    """Return a line that names patterns that matched nothing.
+
+    The first PATTERNS_SHOWN_MAX.
+    """
     shown = [
         f"{printable(one.text)}" + (f" ({printable(one.file)}, line {one.line})" if one.file else "")
         for one in patterns[:PATTERNS_SHOWN_MAX]
@@ -86,7 +89,10 @@ def unmatched_line(patterns: Sequence[PatternSource]) -> str:
 
 
 def patterns_json(patterns: Sequence[PatternSource]) -> list[dict[str, object]]:
-    """Convert patterns to JSON, PROBLEMS_SHOWN_MAX at most; `file` and `line` are null for those of options."""
+    """Convert patterns to JSON, PROBLEMS_SHOWN_MAX at most.
+
+    `file` and `line` are null for those of options.
+    """
     return [
         {"pattern": one.text, "file": one.file or None, "line": one.line or None}
         for one in patterns[:PROBLEMS_SHOWN_MAX]

@@ -44,7 +44,7 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _KEPT_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _TEMPORARY = b".nearkin-restore-"
-"""Start of the name of an entry until it is complete; what follows is random, so that no entry has the name."""
+"""Start of the name of an entry until it is complete; a random part follows, so that no entry has the name."""
 _DEVICE_TYPES = {EntryKind.CHARACTER_DEVICE: stat.S_IFCHR, EntryKind.BLOCK_DEVICE: stat.S_IFBLK}
 
 

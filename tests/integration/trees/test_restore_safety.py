@@ -271,7 +271,7 @@ def test_killed_restore_leaves_no_file_that_never_keeps(folder: Path, tmp_path: 
 
 
 def test_temporary_name_is_of_no_entry(folder: Path, tmp_path: Path) -> None:
-    """What a killed run of the same process id left, and a backup stored, is restored as any other file."""
+    """A file that a killed run of the same process id left, and a backup stored, is restored as any other file."""
     (folder / f".nearkin-restore-{os.getpid()}").write_bytes(b"left over")
     with open_store(tmp_path / "store", create=True) as store:
         store.backup("home", [folder])

@@ -474,7 +474,7 @@ class Verifier:
         if self._objects is None or not self._objects.has_some:
             return damage
         whole = self._objects.reconstruct(stored_name)
-        if damage.is_too_new and whole is not None:  # unless parity says that a damaged byte made it so
+        if damage.is_too_new and whole is not None:  # unless parity proves that a damaged byte made it so
             with suppress(PermanentError):
                 if self._objects.without_parity.get(stored_name) == whole:
                     return damage
