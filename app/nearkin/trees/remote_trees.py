@@ -2,14 +2,15 @@
 
     backup thread -> pipe -> upload
 
-Every file is read and sent: the server deduplicates what it receives. A tree that is stored through a server has the
-BLAKE3 of all its bytes as digest; a reader verifies groups and files by the digests in the tree.
+Every file is read and sent, unless `skip_if_unchanged` finds no change: the server deduplicates what it receives. A
+tree that is stored through a server has the BLAKE3 of all its bytes as digest; a reader verifies groups and files by
+the digests in the tree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
@@ -19,9 +20,10 @@ from nearkin.trees.byte_pipe import BytePipe
 from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
 from nearkin.trees.store_backup import BackupResult, metadata_of, tree_metadata
 from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult, open_import
+from nearkin.trees.tree_comparison import TreeComparison
 from nearkin.trees.tree_restore import TreeRestore
 from nearkin.trees.tree_sinks import StreamSink, TreeSink
-from nearkin_shared.errors import BadInput, Corrupt
+from nearkin_shared.errors import Corrupt, FormatTooNew, NotFound
 from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.validation import check_user_key
 
@@ -52,11 +54,15 @@ def back_up_remote(
 ) -> BackupResult:
     """Store folders and files as one version of `key` on a server.
 
-    Raises BadInput (also for options that a server does not offer), and what `RemoteStore.put` raises.
+    Raises BadInput, and what `RemoteStore.put` raises.
     """
     check_user_key(key)
-    if options.skip_if_unchanged:
-        raise BadInput("skip_if_unchanged: a server does not compare trees; leave it out, or open the store itself")
+    if options.skip_if_unchanged and not options.comparison.force_rescan:
+        compared = BackupCounts()
+        if _is_unchanged(store, key, paths, options, compared):
+            for field in fields(BackupCounts):
+                setattr(counts, field.name, getattr(compared, field.name))
+            return BackupResult(None, counts)
     reading_all = replace(options, comparison=ComparisonOptions(force_rescan=True))
     stream = open_tree_stream(TreeBackup(paths, reading_all, counts))
     try:
@@ -64,6 +70,19 @@ def back_up_remote(
     finally:
         stream.close()
     return BackupResult(result, counts)
+
+
+def _is_unchanged(
+    store: RemoteStore, key: str, paths: Sequence[str | Path], options: BackupOptions, counts: BackupCounts
+) -> bool:
+    """Return whether the newest version of a key has the entries of these folders.
+
+    Only entries are read from the server, and statuses from the folders.
+    """
+    try:
+        return TreeComparison(paths, options, counts).is_unchanged(open_remote_tree(store, key))
+    except (NotFound, Corrupt, FormatTooNew):  # whatever it is, a new version is stored
+        return False
 
 
 def import_tar_remote(

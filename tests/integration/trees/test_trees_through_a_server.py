@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import nearkin
 from nearkin.client.sync import RemoteStore
 from nearkin.store import open_store
 from nearkin.store_copy import Copier, plan_key
-from nearkin.trees.backup_walk import BackupOptions
+from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
+from nearkin.trees.exclusions import ExclusionOptions
 from nearkin_shared.errors import BadInput, SourceFailed
 from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 
@@ -48,9 +50,47 @@ def test_tree_is_stored_and_restored_through_a_server(server: RemoteStore, sourc
     subprocess.run(["diff", "-r", source / "3", tmp_path / "part"], check=True)
 
 
-def test_backup_through_a_server_refuses_local_options(server: RemoteStore, source: Path) -> None:
-    with pytest.raises(BadInput, match="skip_if_unchanged"):
-        server.backup("home", [source], options=BackupOptions(skip_if_unchanged=True))
+def _change(kind: str, source: Path) -> None:
+    match kind:
+        case "content":
+            (source / "0" / "7").write_bytes(b"other")
+        case "mode":
+            (source / "1").chmod(0o700)
+        case "attribute":
+            os.setxattr(source / "2" / "2", "user.note", b"x")
+        case "added":
+            (source / "9").mkdir()
+        case "removed":
+            (source / "link").unlink()
+        case "replaced":
+            (source / "symlink").unlink()
+            (source / "symlink").symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("kind", ["content", "mode", "attribute", "added", "removed", "replaced"])
+def test_unchanged_tree_is_not_sent_to_a_server(kind: str, server: RemoteStore, source: Path) -> None:
+    """The entries of the newest version are compared with the folders; only after a change everything is read."""
+    (source / "symlink").symlink_to("link")
+    os.mkfifo(source / "fifo")
+    options = BackupOptions(skip_if_unchanged=True, exclusions=ExclusionOptions(patterns=["*.tpm"]))
+    assert server.backup("home", [source], options=options).put is not None
+    while server.backup("home", [source], options=options).put is not None:
+        pass  # entries that changed less than a second before are stored again
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteStore, "put", None)  # nothing is sent
+        result = server.backup("home", [source], options=options)
+    assert (result.put, result.is_complete) == (None, True)
+    counts = result.counts
+    assert (counts.files, counts.folders, counts.others, counts.unchanged_files) == (50, 7, 3, 50)
+    assert (counts.read_bytes, counts.reused_bytes) == (0, 50 * 20_000)
+    assert [one.text for one in counts.unmatched_patterns] == ["*.tpm"]
+    rescan = replace(options, comparison=ComparisonOptions(force_rescan=True))
+    assert server.backup("home", [source], options=rescan).put is not None
+    _change(kind, source)
+    assert server.backup("home", [source], options=options).put is not None
+
+
+def test_backup_of_a_path_that_is_absent_stores_nothing(server: RemoteStore) -> None:
     with pytest.raises((BadInput, SourceFailed), match="no/such"):
         server.backup("home", ["/no/such/path"])
     assert server.versions() == []
