@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -204,3 +206,55 @@ def test_restore_by_another_user_names_what_it_cannot_set(tmp_path: Path, reacha
     for name in owners:
         assert (reachable / "target" / name).read_bytes() == name.encode()
         assert (reachable / "target" / name).stat().st_uid == 65_534
+
+
+def unset_by_user(source: Path, user: int) -> Counter[str]:
+    """Return by kind the attributes of a tree that a user without groups and rights cannot set."""
+    expected, seen = Counter[str](), set[tuple[int, int]]()
+    for parent, folders, files in os.walk(os.fsencode(source)):
+        for path in (os.path.join(parent, name) for name in (b".", *files)):
+            _add_unset(expected, path, user, seen)
+        for name in folders:  # those that are walked are counted as their own `.`
+            if os.path.islink(os.path.join(parent, name)):
+                _add_unset(expected, os.path.join(parent, name), user, seen)
+    return expected
+
+
+def _add_unset(expected: Counter[str], path: bytes, user: int, seen: set[tuple[int, int]]) -> None:
+    status = os.lstat(path)
+    if stat.S_ISSOCK(status.st_mode) or (status.st_dev, status.st_ino) in seen:
+        return
+    if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):
+        expected["device"] += 1
+        return
+    if not stat.S_ISDIR(status.st_mode):
+        seen.add((status.st_dev, status.st_ino))
+    lost = (stat.S_ISUID if status.st_uid != user else 0) | (stat.S_ISGID if status.st_gid != user else 0)
+    expected["owner"] += status.st_uid != user
+    expected["group"] += status.st_gid != user
+    expected["setuid or setgid"] += not stat.S_ISLNK(status.st_mode) and bool(status.st_mode & lost)
+    for name in os.listxattr(path, follow_symlinks=False):
+        expected[name] += name.startswith(("security.", "trusted."))
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root stores what another user cannot set")
+@pytest.mark.parametrize("folder", ["/usr/lib/git-core", "/usr/bin", pytest.param("/usr", marks=pytest.mark.soak)])
+def test_user_is_told_exactly_what_is_not_set(folder: str, tmp_path: Path, reachable: Path) -> None:
+    """The counts by kind are those of the source, and all but these attributes is restored."""
+    if not Path(folder).is_dir():
+        pytest.skip(f"{folder} does not exist")
+    with open_store(reachable / "store", create=True) as store:
+        store.backup("home", [folder])
+    for path in (reachable / "store", *(reachable / "store").rglob("*")):
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    line = command("--store", reachable / "store", "--json", "restore", "home", "-o", reachable / "target")
+    user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    done = subprocess.run([*user, *line], env=environment(), capture_output=True, check=False, text=True)
+    if "Permission denied" in done.stderr and not done.stdout:
+        pytest.skip(f"the interpreter cannot be run by another user: {done.stderr[-200:]}")
+    assert done.returncode == 3, done.stderr
+    counts = json.loads(done.stdout)
+    assert (counts["failed"], counts["problems"]) == (0, [])
+    assert counts["unset"] == +unset_by_user(Path(folder), 65_534)
+    compared = ["rsync", "-nrltHS", "--itemize-changes", "--delete", f"{folder}/", f"{reachable / 'target'}/"]
+    assert subprocess.run(compared, check=True, capture_output=True).stdout == b""
