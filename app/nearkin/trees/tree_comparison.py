@@ -25,12 +25,15 @@ _DEVICES = (EntryKind.CHARACTER_DEVICE, EntryKind.BLOCK_DEVICE)
 
 
 class TreeComparison(BackupWalk):
-    """Compares the folders of a backup with its newest version; `counts` are then those of the backup."""
+    """Compares the folders of a backup with its newest version.
+
+    `counts` are then those of the backup.
+    """
 
     def is_unchanged(self, newest: TreeReader) -> bool:
-        """Return whether a backup would store the same entries again; the first difference ends the walk.
+        """Return whether a backup would store the same entries again.
 
-        Raises BadInput if the root cannot be listed, Corrupt, StoreUnavailable.
+        The first difference ends the walk. Raises BadInput if the root cannot be listed, Corrupt, StoreUnavailable.
         """
         found = OrderedEntries(keyed_entries(newest))
         root, links, matched = found.find(b"", b""), HardLinks(), 1
