@@ -27,6 +27,7 @@ from tests.support.servers.pipeline import Pipeline
 CLIENTS = 4
 TRY_SECONDS_MAX = 600.0
 """Bound for the restart of a killed gateway: 10 s on a busy machine, 120 s with eight processes per core."""
+READY_SECONDS_MAX = 180.0
 SETTLE_SECONDS_MAX = 240.0
 DELETED_SHARE = 0.2
 PAGE = 100
@@ -120,7 +121,7 @@ class Promises:
 
     def ready(self) -> None:
         """Wait for the gateway. Raises TimeoutError."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + READY_SECONDS_MAX
         while True:
             try:
                 if httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200:
@@ -128,7 +129,7 @@ class Promises:
             except httpx.HTTPError:
                 pass
             if time.monotonic() > deadline:
-                raise TimeoutError("the gateway was not ready within 60 s")
+                raise TimeoutError(f"the gateway was not ready within {READY_SECONDS_MAX:.0f} s")
             time.sleep(0.1)
 
     # --- clients -----------------------------------------------------------------------------------------------------
@@ -230,7 +231,9 @@ class Promises:
         deadline = time.monotonic() + SETTLE_SECONDS_MAX
         for service, name in GROUPS:
             reader = consumer(pipeline.settings, group(pipeline.settings, service), "chaos-lag")
-            while (lag := _lag(reader, topic(pipeline.settings, name), 2)) and time.monotonic() < deadline:
+            while (
+                lag := _lag(reader, topic(pipeline.settings, name), pipeline.settings.kafka.partitions)
+            ) and time.monotonic() < deadline:
                 time.sleep(0.5)
             reader.close()
             if lag:

@@ -57,6 +57,15 @@ ARGUMENTS = {
 """Two workers of one name in one group end each other, and `pipeline` may run next to workers of single stages."""
 
 
+REPLICA = "-replica-"
+"""Between the name of a service and the number of a further worker of it."""
+
+
+def replicas_of(service: str, count: int) -> list[str]:
+    """Return the names of all workers of a service but the first one."""
+    return [f"{service}{REPLICA}{number}" for number in range(2, count + 1)]
+
+
 class Pipeline:
     """One worker of each service, as processes of their own, under one config file."""
 
@@ -103,11 +112,13 @@ class Pipeline:
 
     def start(self, service: str, failpoint: str | None = None) -> None:
         """Start a service's worker, with a failpoint armed; its log goes to a file of its own."""
-        module = MODULES.get(service, f"nearkin_{service}")
+        base, _, number = service.partition(REPLICA)
+        module = MODULES.get(base, f"nearkin_{base}")
         changed = [changed_constants.__name__, json.dumps(self._constants)] if self._constants else []
         command = [sys.executable, "-m", *changed, module, "--config", str(self.config_file)]
         if service != GATEWAY:
-            command += ["--worker", "w1", "--verbose", *ARGUMENTS.get(service, ())]
+            command += ["--worker", "w1", "--verbose", *ARGUMENTS.get(base, ())]
+            command += ["--worker", f"r{number}"] if number else []
         with (self.folder / f"{service}.log").open("ab") as log:
             more = {"PYTHONFAULTHANDLER": "1"} | ({} if failpoint is None else {VARIABLE: failpoint})
             environment = {**os.environ, **more, **self._environments.get(service, {})}
