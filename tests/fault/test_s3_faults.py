@@ -16,7 +16,8 @@ from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, NotFound, StoreUnavailable
-from nearkin_shared.objectstore.base import AlreadyExists, RequestLimits
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.objectstore.bucket_limits import RequestLimits
 from nearkin_shared.objectstore.factory import open_store_of
 from nearkin_shared.objectstore.s3 import S3ObjectStore
 from tests.support.checks.waiting import until

@@ -15,10 +15,11 @@ from confluent_kafka.cimpl import NewTopic
 from nearkin_ingest.consumer import IngestConsumer
 from nearkin_shared.config.loader import load
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.formats.message import End, decode
+from nearkin_shared.formats.message import Batch, End, decode
 from nearkin_shared.kafka.clients import create_topics, topic
 from nearkin_shared.kafka.consumer_loop import run_forever
 from tests.support.checks.waiting import until
+from tests.support.data.batches import take_apart
 from tests.support.servers.kafka_server import users_producer
 from tests.support.servers.servers import Kafka
 
@@ -71,7 +72,7 @@ def read(settings: Settings, name: str, group: str = "reader") -> list[bytes]:
 def stored(settings: Settings) -> list[End]:
     """Return the ends of the attempts, in order."""
     messages = [decode(value, "frames") for value in read(settings, topic(settings, "frames"))]
-    return [message for message in messages if isinstance(message, End)]
+    return [end for message in messages if isinstance(message, Batch) for _, end in take_apart(message)]
 
 
 @contextmanager

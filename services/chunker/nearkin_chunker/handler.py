@@ -26,6 +26,7 @@ from threading import BoundedSemaphore
 import numpy as np
 
 from nearkin_chunker import BlobRun, ChunkerStage, CutState, FrameRuns
+from nearkin_chunker.batch_cutting import cut_blobs
 from nearkin_chunker.cut_state import ENCODED_BYTES, START, decode_state
 from nearkin_shared.config.reduction import NO_RULES
 from nearkin_shared.config.settings import Settings
@@ -33,6 +34,7 @@ from nearkin_shared.errors import ConfigError, Corrupt, NotFound
 from nearkin_shared.formats.message import (
     CHUNKS_MAX,
     SEGMENTS_MAX,
+    Batch,
     End,
     Envelope,
     Frame,
@@ -190,6 +192,8 @@ class ChunkerHandler:
             elif isinstance(message, End):
                 touched.pop(message.envelope.blob, None)
                 self._end(part, record, message)
+            elif isinstance(message, Batch):
+                self._cut_batch(record, message)
             else:
                 _log.warning("%s: unexpected %s on this topic, ignored", record.label, type(message).__name__)
         for part, blob, record in touched.values():
@@ -390,6 +394,23 @@ class ChunkerHandler:
 
         self._guard.carry_out(record, envelope, finish)
         part.open.pop(end.envelope.blob, None)
+
+    def _cut_batch(self, record: Record, batch: Batch) -> None:
+        """Cut the blobs of a batch in one pass, and send their segments as those of one blob."""
+
+        def cut() -> None:
+            segments, last = cut_blobs(self._stages[batch.envelope.tenant], batch)
+            position, sequence = 0, 0
+            for some in split_segments(segments, self._settings.features.super_features):
+                envelope = replace(batch.envelope, position=position, sequence=sequence)
+                headers = headers_of("chunker", "segments", envelope, None)
+                self._outbox.send("segments", envelope.blob, encode(Segments(envelope, some)), headers)
+                position, sequence = position + some.logical_bytes, sequence + some.segments
+            failpoint("cut.sent")
+            headers = headers_of("chunker", "batch_end", last.envelope, None)
+            self._outbox.send("segments", last.envelope.blob, encode(last), headers)
+
+        self._guard.carry_out(record, batch.envelope, cut)
 
     def _cut_guarded(self, part: _Partition, blob: _Open, record: Record) -> None:
         if not self._guard.carry_out(record, blob.envelope, lambda: self._cut(blob, trace_of(record), final=False)):

@@ -14,16 +14,15 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
+from nearkin_committer.batch_commit import BatchCommits, CommittedVersion, ends_of
+from nearkin_committer.open_blob import BlobName, OpenBlob, VersionContent, assemble_content, split_content
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, NotFound, PermanentError, PreconditionFailed, RetryableError
 from nearkin_shared.formats.manifest import Manifest, moment_of
-from nearkin_shared.formats.message import End, Envelope, Placed
+from nearkin_shared.formats.message import BatchEnd, End, Envelope, Placed
 from nearkin_shared.index.protocols import SupportsReports
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record, patiently
@@ -39,15 +38,14 @@ from nearkin_shared.observability.log_setup import about
 from nearkin_shared.observability.tracing import about as about_span
 from nearkin_shared.observability.tracing import span
 from nearkin_shared.preconditions import PRECONDITION
-from nearkin_shared.results import LEDGER_FIELDS, Ledger
+from nearkin_shared.results import Ledger
 from nearkin_shared.results_json import info_json, ledger_json
 from nearkin_shared.retention import retain_until_us
 from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import History, ManifestStore
-from nearkin_shared.types import U32, Bools, Locations
+from nearkin_shared.types import Locations
 from nearkin_shared.utils.failpoints import failpoint
-from nearkin_shared.utils.frozen import frozen
 
 _log = logging.getLogger("nearkin.commit")
 
@@ -69,46 +67,6 @@ CLOCK_SKEW_US = CLOCK_SKEW_SECONDS_MAX * 1_000_000
 
 EARLIER_VERSIONS_MAX = 1000
 """Versions of a key that the search for an earlier attempt reads at most: about 20 s on S3, once per process."""
-
-_Name = tuple[int, bytes, str, str]
-"""Partition, blob id, tenant, key: the same blob id from another tenant or partition is another blob (I9)."""
-
-
-@dataclass(slots=True)
-class _Open:
-    """A blob with incomplete segments."""
-
-    envelope: Envelope
-    name: _Name
-    placed: dict[int, Placed] = field(default_factory=dict)
-    end: End | None = None
-    records: list[tuple[int, int]] = field(default_factory=list)
-    last_seen: float = field(default_factory=time.monotonic)
-    segments: int = 0
-    refusal: PreconditionFailed | None = None
-    """The failed precondition, if any."""
-
-    def add(self, placed: Placed) -> None:
-        """Add a run of segments: for each start, the longest."""
-        held = self.placed.get(placed.envelope.sequence)
-        if held is None or len(held.segments) < len(placed.segments):
-            self.placed[placed.envelope.sequence] = placed
-            self.segments += len(placed.segments) - (len(held.segments) if held is not None else 0)
-
-    def runs(self) -> tuple[list[tuple[Placed, int]], int]:
-        """Return ([(run, count of its segments in earlier runs)], segments without a gap).
-
-        A chunker that replaces a crashed one groups the same segments differently: runs may overlap.
-        """
-        found, reached = [], 0
-        for sequence in sorted(self.placed):
-            placed = self.placed[sequence]
-            if sequence > reached:
-                break
-            if sequence + len(placed.segments) > reached:
-                found.append((placed, reached - sequence))
-                reached = sequence + len(placed.segments)
-        return found, reached
 
 
 class Refusals(Protocol):
@@ -146,15 +104,16 @@ class CommitterHandler:
         self._backlog = backlog
         self._manifests = manifests
         self._heads = VersionHeads(manifests.objects)
+        self._batches = BatchCommits(settings, manifests, self._heads, self._earlier)
         self._lanes = lanes
         self._outbox = Outbox(settings, f"{worker}-committed", authenticator)
         self._guard = RecordGuard(settings, "committer", self._outbox, None)
         self._offsets: dict[int, PartitionOffsets] = {}
-        self._open: OrderedDict[_Name, _Open] = OrderedDict()
+        self._open: OrderedDict[BlobName, OpenBlob] = OrderedDict()
         """In the order of the last message."""
         self._records = 0
         self._looked = -math.inf
-        self._finished: OrderedDict[_Name, None] = OrderedDict()
+        self._finished: OrderedDict[BlobName, None] = OrderedDict()
         for state in ("committed", "failed"):
             metrics.BLOBS.labels(state)
 
@@ -193,7 +152,7 @@ class CommitterHandler:
                 self._done(done)
         return IDLE_SECONDS
 
-    def _unread(self, blobs: Iterable[_Open]) -> bool:
+    def _unread(self, blobs: Iterable[OpenBlob]) -> bool:
         """Return whether the topic has unread records in the partitions of these blobs."""
         found = {partition: self._offsets[partition].following for partition in {blob.records[0][0] for blob in blobs}}
         return any(self._backlog.unread("placed", part, after) for part, after in found.items() if after is not None)
@@ -217,6 +176,7 @@ class CommitterHandler:
     def close(self) -> None:  # noqa: D102
         self._outbox.close()
         self._backlog.close()
+        self._batches.close()
 
     def _done(self, records: Iterable[tuple[int, int]]) -> None:
         for partition, offset in records:
@@ -230,26 +190,39 @@ class CommitterHandler:
         message = self._guard.decode(record)
         if message is None or (name := _name(record.partition, message.envelope)) in self._finished:
             return [place]
-        if not isinstance(message, Placed | End):
+        if not isinstance(message, Placed | End | BatchEnd):
             _log.warning("%s: unexpected %s on this topic, ignored", record.label, type(message).__name__)
             return [place]
-        blob = self._open.setdefault(name, _Open(message.envelope, name))
+        blob = self._open.setdefault(name, OpenBlob(message.envelope, name))
         self._open.move_to_end(name)
         self._records += 1
         blob.records.append(place)
         blob.last_seen = time.monotonic()
         if isinstance(message, Placed):
             blob.add(message)
+        elif isinstance(message, BatchEnd):
+            blob.batch = message
+        elif message.failure is not None and message.envelope.blobs:
+            blob.failure = message.failure
         else:
             blob.end = message
+        return self._decide(blob, record)
+
+    def _decide(self, blob: OpenBlob, record: Record) -> list[tuple[int, int]]:
+        """Commit or fail a blob once that is possible; return the records that are done."""
         end = blob.end
         if end is not None and end.failure is not None:
             return self._fail(blob, end.failure, trace_of(record))
-        if end is not None and end.segments is not None and self._is_complete(blob, end.segments):
+        if blob.batch is not None and blob.failure is not None:
+            return self._fail(blob, blob.failure, trace_of(record))
+        if blob.is_complete:
+            if blob.batch is not None:
+                return self._carry_out_batch(blob, blob.batch, record)
+            assert end is not None
             return self._carry_out(blob, end, record)
         return self._make_room(blob)
 
-    def _carry_out(self, blob: _Open, end: End, record: Record) -> list[tuple[int, int]]:
+    def _carry_out(self, blob: OpenBlob, end: End, record: Record) -> list[tuple[int, int]]:
         """Commit a complete blob, or fail it; return its records."""
         if not self._guard.carry_out(record, blob.envelope, lambda: self._commit_traced(blob, end, record)):
             return self._fail(blob, "it could not be committed; look among the dead letters", trace_of(record))
@@ -257,7 +230,7 @@ class CommitterHandler:
             return self._fail(blob, str(blob.refusal), trace_of(record), PRECONDITION)
         return self._finish(blob)
 
-    def _make_room(self, newest: _Open) -> list[tuple[int, int]]:
+    def _make_room(self, newest: OpenBlob) -> list[tuple[int, int]]:
         """Fail a blob if too many are incomplete; return its records.
 
         The least recently seen one if its upload must have ended, else the newest one: to fail those that wait longest
@@ -274,11 +247,7 @@ class CommitterHandler:
             return []
         return self._fail(blob, f"{problem}: add partitions (kafka.partitions) or committers, then put it again", None)
 
-    @staticmethod
-    def _is_complete(blob: _Open, segments: int) -> bool:
-        return blob.segments >= segments and blob.runs()[1] >= segments
-
-    def _finish(self, blob: _Open) -> list[tuple[int, int]]:
+    def _finish(self, blob: OpenBlob) -> list[tuple[int, int]]:
         del self._open[blob.name]
         self._records -= len(blob.records)
         self._finished[blob.name] = None
@@ -286,21 +255,77 @@ class CommitterHandler:
             self._finished.popitem(last=False)
         return blob.records
 
-    def _commit_traced(self, blob: _Open, end: End, record: Record) -> None:
+    def _commit_traced(self, blob: OpenBlob, end: End, record: Record) -> None:
         attributes = about_span(blob.envelope.blob, blob.envelope.tenant) | {"nearkin.bytes": end.size_bytes or 0}
         with span("commit", trace_of(record), attributes) as traceparent:
             try:
-                self._commit(blob, end, traceparent)
+                self._commit(end, assemble_content(blob, end), traceparent)
             except PreconditionFailed as err:  # a response to the caller, not a fault: no dead letter
                 blob.refusal = err
 
-    def _commit(self, blob: _Open, end: End, traceparent: bytes | None) -> None:
+    def _carry_out_batch(self, blob: OpenBlob, batch: BatchEnd, record: Record) -> list[tuple[int, int]]:
+        """Commit the blobs of a complete batch, or fail them; return its records."""
+        if not self._guard.carry_out(record, blob.envelope, lambda: self._commit_batch(blob, batch, record)):
+            return self._fail(blob, "it could not be committed; look among the dead letters", trace_of(record))
+        return self._finish(blob)
+
+    def _commit_batch(self, blob: OpenBlob, batch: BatchEnd, record: Record) -> None:
+        """Commit a batch as `_commit` does one blob, each step for all blobs.
+
+        A blob that this leaves out is committed by itself.
+        """
+        lane = self._lanes[batch.envelope.tenant]
+        ends, contents = ends_of(batch), split_content(blob, batch)
+        made = self._batches.commit(lane, ends, contents)  # 1
+        failpoint("version.manifest")
+        made = self._confirmed(lane, batch, made)
+        self._catalogue_all(lane, [version for version in made if version is not None])  # 2
+        failpoint("version.catalogued")
+        for end, content, version, one in zip(ends, contents, made, batch.blobs, strict=True):
+            if version is None:
+                self._commit_alone(end, content, record, one.traceparent)
+                continue
+            ledger = content.ledger + self._stored_bytes(version.manifest, version.manifest_bytes)
+            self._publish_committed(end, version.manifest, ledger, one.traceparent)  # 3
+        failpoint("version.sent")
+
+    def _confirmed(
+        self, lane: TenantContext, batch: BatchEnd, made: list[CommittedVersion | None]
+    ) -> list[CommittedVersion | None]:
+        """Return the versions that stay; the others are withdrawn as `_confirm` does.
+
+        Their locations were valid when the batch was begun, which its id states.
+        """
+        took_us = time.time_ns() // 1000 - int.from_bytes(batch.envelope.blob[:6], "big") * 1000
+        if self._in_time(lane, took_us):
+            return made
+        stay: list[CommittedVersion | None] = []
+        for version in made:
+            try:
+                if version is not None:
+                    self._confirm(lane, version.manifest, took_us)
+                stay.append(version)
+            except PermanentError:
+                stay.append(None)
+        return stay
+
+    def _commit_alone(self, end: End, content: VersionContent, record: Record, traceparent: bytes | None) -> None:
+        """Commit one blob of a batch, or report it failed. Raises RetryableError."""
+
+        def work() -> None:
+            self._commit(end, content, traceparent)
+
+        if not self._guard.carry_out(record, end.envelope, work):
+            self._report_failed(
+                end.envelope, end, "it could not be committed; look among the dead letters", traceparent
+            )
+
+    def _commit(self, end: End, gathered: VersionContent, traceparent: bytes | None) -> None:
         """Commit: 1 manifest  2 index  3 event.
 
         After a crash in between, the next delivery finds the origin and sends the same event.
         """
         lane = self._lanes[end.envelope.tenant]  # first: a new key must exist before a manifest is encrypted with it
-        gathered = _assemble_content(blob, end)
         manifest, manifest_bytes, durable_us = self._committed(lane, end, gathered)  # 1
         failpoint("version.manifest")
         self._confirm(lane, manifest, durable_us - end.began_us)
@@ -312,6 +337,14 @@ class CommitterHandler:
 
     def _stored_bytes(self, manifest: Manifest, manifest_bytes: int) -> Ledger:
         return Ledger(stored_bytes=self._manifests.stored_bytes(manifest, manifest_bytes))
+
+    def _catalogue_all(self, lane: TenantContext, versions: Sequence[CommittedVersion]) -> None:
+        """Add versions to the index as `_catalogue` does. Raises RetryableError."""
+        try:
+            lane.index.commit_many([(version.manifest, version.manifest_bytes) for version in versions])
+        except PermanentError:
+            for version in versions:
+                self._catalogue(lane, version.manifest, version.manifest_bytes)
 
     @staticmethod
     def _catalogue(lane: TenantContext, manifest: Manifest, manifest_bytes: int) -> None:
@@ -343,13 +376,17 @@ class CommitterHandler:
 
         Raises: PermanentError.
         """
-        collected = lane.collected
-        if took_us < collected.grace_seconds / 2 * 1e6 - CLOCK_SKEW_US:
+        if self._in_time(lane, took_us):
             return
-        problem = collected.find_dangling(manifest.segments)
+        problem = lane.collected.find_dangling(manifest.segments)
         if problem is not None:
             self._manifests.delete(manifest.tenant, manifest.key, manifest.version)
             raise PermanentError(f"{problem}: the blob was in flight for too long (gc.grace_seconds); put it again")
+
+    @staticmethod
+    def _in_time(lane: TenantContext, took_us: int) -> bool:
+        """Return whether a version became durable before its chunks could be collected."""
+        return took_us < lane.collected.grace_seconds / 2 * 1e6 - CLOCK_SKEW_US
 
     @staticmethod
     def _require_stored(lane: TenantContext, segments: Locations) -> None:
@@ -369,7 +406,7 @@ class CommitterHandler:
             f"the index named a segment that the store lacks ({problem}): it is being checked; put the blob again"
         )
 
-    def _committed(self, lane: TenantContext, end: End, gathered: _VersionContent) -> tuple[Manifest, int, int]:
+    def _committed(self, lane: TenantContext, end: End, gathered: VersionContent) -> tuple[Manifest, int, int]:
         """Return (manifest, its bytes, us when durable), of this delivery or an earlier one (I2).
 
         Raises: PreconditionFailed.
@@ -378,7 +415,7 @@ class CommitterHandler:
             return self._claim_version_number(lane, end, gathered)
 
     def _claim_version_number(
-        self, lane: TenantContext, end: End, gathered: _VersionContent
+        self, lane: TenantContext, end: End, gathered: VersionContent
     ) -> tuple[Manifest, int, int]:
         tenant, key = end.envelope.tenant, end.envelope.key
         taken = self._heads.highest_taken(tenant, key)  # a lost manifest may be restored from a copy
@@ -445,17 +482,26 @@ class CommitterHandler:
         return None
 
     def _fail(
-        self, blob: _Open, failure: str, traceparent: bytes | None, reason: str | None = None
+        self, blob: OpenBlob, failure: str, traceparent: bytes | None, reason: str | None = None
     ) -> list[tuple[int, int]]:
         """Report a blob failed, or committed if a version has its origin; return its records.
 
         `reason`: a name for programs, if one exists. Raises RetryableError.
         """
-        origin, began_us, end = blob.envelope.blob, 0, blob.end
-        if end is not None:
-            origin, began_us = end.origin, end.began_us
+        if blob.batch is None:
+            self._report_failed(blob.envelope, blob.end, failure, traceparent, reason)
+        else:
+            for end, one in zip(ends_of(blob.batch), blob.batch.blobs, strict=True):
+                self._report_failed(end.envelope, end, failure, one.traceparent, reason)
+        return self._finish(blob)
+
+    def _report_failed(
+        self, envelope: Envelope, end: End | None, failure: str, traceparent: bytes | None, reason: str | None = None
+    ) -> None:
+        """Report a blob failed, or committed if a version has its origin. Raises RetryableError."""
+        origin, began_us = (envelope.blob, 0) if end is None else (end.origin, end.began_us)
         earlier = self._version_of(end) if end is not None and end.segments is not None else None
-        with about(blob.envelope.blob, blob.envelope.tenant, traceparent):
+        with about(envelope.blob, envelope.tenant, traceparent):
             if end is not None and earlier is not None:
                 manifest, manifest_bytes = earlier
                 _log.warning(
@@ -465,15 +511,9 @@ class CommitterHandler:
                 self._publish_committed(end, manifest, ledger, traceparent)
             else:
                 metrics.BLOBS.labels("failed").inc()
-                _log.warning("blob %s: failed: %s", blob.envelope.blob.hex(), failure)
-                self._publish_event(
-                    blob.envelope,
-                    origin,
-                    began_us,
-                    traceparent,
-                    {"state": "failed", "failure": failure, "reason": reason},
-                )
-        return self._finish(blob)
+                _log.warning("blob %s: failed: %s", envelope.blob.hex(), failure)
+                what = {"state": "failed", "failure": failure, "reason": reason}
+                self._publish_event(envelope, origin, began_us, traceparent, what)
 
     def _version_of(self, end: End) -> tuple[Manifest, int] | None:
         """Return the committed version of a blob, or None if there is none that can be read."""
@@ -514,43 +554,8 @@ class CommitterHandler:
         self._outbox.send("committed", envelope.blob, value, headers)
 
 
-def _name(partition: int, envelope: Envelope) -> _Name:
+def _name(partition: int, envelope: Envelope) -> BlobName:
     return partition, envelope.blob, envelope.tenant, envelope.key
-
-
-@frozen
-class _VersionContent:
-    """Segments, lengths and ledger of a version."""
-
-    segments: Locations
-    known: Bools
-    lengths: U32
-    ledger: Ledger
-
-
-def _assemble_content(blob: _Open, end: End) -> _VersionContent:
-    """Return a blob's segments in order. Raises Corrupt if they do not fit together."""
-    runs, reached = blob.runs()
-    if reached != end.segments:
-        raise Corrupt(f"blob {blob.envelope.blob.hex()}: {reached} of {end.segments} segments arrived; put it again")
-    lengths = np.concatenate([np.zeros(0, np.uint32), *(run.lengths[reported:] for run, reported in runs)])
-    logical_bytes = int(lengths.sum(dtype=np.uint64))
-    if logical_bytes != end.size_bytes:
-        raise Corrupt(
-            f"blob {blob.envelope.blob.hex()}: {logical_bytes} of {end.size_bytes} bytes placed; put it again"
-        )
-    ledger = sum((_share(run, reported) for run, reported in runs), Ledger())
-    known = np.concatenate([np.zeros(0, np.bool_), *(run.known[reported:] for run, reported in runs)])
-    segments = Locations.join([run.segments.take(slice(reported, None)) for run, reported in runs])
-    return _VersionContent(segments, known, lengths, replace(ledger, logical_bytes=logical_bytes))
-
-
-def _share(run: Placed, reported: int) -> Ledger:
-    """Return a run's ledger, less the share of the segments in earlier runs."""
-    left, whole = len(run.segments) - reported, len(run.segments)
-    if not reported:
-        return run.ledger
-    return Ledger(*(getattr(run.ledger, name) * left // whole for name in LEDGER_FIELDS))
 
 
 def check_precondition(

@@ -21,7 +21,7 @@ import numpy as np
 from nearkin_delta import DeltaOutcome, DeltaStage, FinishedContainer, StageResources
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, Corrupt, KeysLost, PermanentError, RetryableError, TenantErased
-from nearkin_shared.formats.message import End, Envelope, Message, Paired, Placed, encode
+from nearkin_shared.formats.message import BatchEnd, End, Envelope, Message, Paired, Placed, encode
 from nearkin_shared.index.catalog import summarise
 from nearkin_shared.index.container_entries import ContainerEntries, PublishableContainer
 from nearkin_shared.kafka.clients import Outbox
@@ -47,6 +47,8 @@ LINGER_SECONDS = 1.0
 """Maximum time that chunks stay in an open container; the end of a blob finishes it sooner."""
 SETTLE_SECONDS = 0.02
 """After a blob's end its container is finished if no message arrives for this long: a client waits for its 201."""
+WAIT_SECONDS = 0.1
+"""The same while messages keep arriving: a client waits, and a stream of small records has no pause."""
 SEAL_SECONDS = 0.5
 """Allowance, after LINGER_SECONDS, to finish, put and publish a container: a lower bound of the grace."""
 JOBS_MAX = 2
@@ -64,7 +66,7 @@ class _PendingMessage:
     """
 
     record: Record
-    message: Placed | End
+    message: Placed | End | BatchEnd
     weight: int = 0
 
 
@@ -78,6 +80,8 @@ class _Open:
     held: list[_PendingMessage] = field(default_factory=list)
     since: float = 0.0
     ended: float | None = None
+    awaited: float | None = None
+    """When the first blob ended for which a client may wait; no client waits for a batch of records."""
     began: float = 0.0
     """When the open container was begun at the earliest; like `since`, by the monotonic clock."""
 
@@ -185,7 +189,8 @@ class DeltaHandler:
             if not container_state.held:
                 continue
             settled = container_state.ended is not None and not busy and now - container_state.ended >= SETTLE_SECONDS
-            if settled or now - container_state.since >= LINGER_SECONDS:
+            is_late = container_state.awaited is not None and now - container_state.awaited >= WAIT_SECONDS
+            if settled or is_late or now - container_state.since >= LINGER_SECONDS:
                 self._seal(container_state)
             else:
                 left = LINGER_SECONDS - (now - container_state.since)
@@ -255,9 +260,11 @@ class DeltaHandler:
                 raise refusal
 
             return self._guard.carry_out(record, message.envelope, refuse)
-        if isinstance(message, End):
+        if isinstance(message, End | BatchEnd):
             self._hold(container_state, _PendingMessage(record, message))
             container_state.ended = time.monotonic()
+            if isinstance(message, End) and container_state.awaited is None:
+                container_state.awaited = container_state.ended
             if container_state.stage.builder.empty:
                 self._seal(container_state)
             return True
@@ -353,7 +360,8 @@ class DeltaHandler:
         self._queue(container_state, container)
 
     def _queue(self, container_state: _Open, container: FinishedContainer | None) -> None:
-        held, container_state.held, container_state.ended = container_state.held, [], None
+        held, container_state.held = container_state.held, []
+        container_state.ended = container_state.awaited = None
         self._committer.put(_Job(container_state.lane, container, held, container_state.began))
 
     def _collect_finished(self) -> None:
@@ -397,7 +405,7 @@ class DeltaHandler:
             held = _with_shares(container, held, taken_bytes)
         for one in held:
             envelope = one.message.envelope
-            kind = "end" if isinstance(one.message, End) else "placed"
+            kind = _kind_of(one.message)
             headers = headers_of("delta", kind, envelope, trace_of(one.record))
             self._placed_outbox.send("placed", placed_key(envelope), encode(one.message), headers)  # 3
         failpoint("place.sent")
@@ -405,6 +413,10 @@ class DeltaHandler:
         failpoint("place.flushed")
         for one in held:
             self._finished.put((one.record.partition, one.record.offset))
+
+
+def _kind_of(message: Placed | End | BatchEnd) -> str:
+    return "placed" if isinstance(message, Placed) else "end" if isinstance(message, End) else "batch_end"
 
 
 def placed_key(envelope: Envelope) -> bytes:

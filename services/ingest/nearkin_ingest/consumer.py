@@ -33,6 +33,7 @@ from confluent_kafka import Message as KafkaMessage
 from confluent_kafka.admin import AdminClient
 from tenacity import RetryCallState, Retrying, wait_random_exponential
 
+from nearkin_ingest.blob_batches import BlobBatches
 from nearkin_ingest.frames import (
     STAGE,
     DependencyUnavailable,
@@ -115,6 +116,7 @@ class IngestConsumer:
         self._tenants = tenants_of(settings)
         self._beat = beat
         self._outbox = Outbox(settings, f"{worker}-ingest", authenticator)
+        self._batches = BlobBatches(self._outbox)
         self._consumer: Consumer = consumer(
             settings,
             settings.ingest.group or group(settings, STAGE),
@@ -175,8 +177,17 @@ class IngestConsumer:
 
     # --- one record --------------------------------------------------------------------------------------------------
 
-    def _send(self, intake: Intake, attempt: bytes, origin: bytes, place: _Place) -> None:
+    def _gather(self, intake: Intake, origin: bytes) -> None:
+        """Add a small record's blob to a batch; continue the trace of its producer, or begin one."""
+        with tracing.span(STAGE, intake.traceparent, tracing.about(origin, intake.tenant), begins=True) as traceparent:
+            if traceparent != intake.traceparent:
+                intake = replace(intake, traceparent=traceparent)
+            self._batches.add(intake, origin, self._partitions)
+
+    def _send(self, intake: Intake, origin: bytes, place: _Place) -> None:
         """Queue a record's blob; continues the trace of its producer, or begins one."""
+        self._batches.send_before(intake, self._partitions)
+        attempt = attempt_id(intake.tenant, intake.key, self._partitions)
         attributes = tracing.about(attempt, intake.tenant)
         with tracing.span(STAGE, intake.traceparent, attributes, begins=True) as traceparent:
             traced = replace(intake, traceparent=traceparent)
@@ -194,8 +205,10 @@ class IngestConsumer:
             intake = intake_of(record, self._tenants[record.topic], self._settings)
             if intake is not None:
                 origin = origin_of(self._cluster, self._topic_id(record.topic), record)
-                attempt = attempt_id(intake.tenant, intake.key, self._partitions)
-                self._send(intake, attempt, origin, place)
+                if self._batches.takes(intake):
+                    self._gather(intake, origin)
+                else:
+                    self._send(intake, origin, place)
         except _PartitionRevoked:
             return False
         except DependencyUnavailable as err:
@@ -331,6 +344,7 @@ class IngestConsumer:
         """Flush, then commit the offsets of completed records. Raises StoreUnavailable."""
         if not self._done:
             return
+        self._batches.send_all(self._partitions)
         self._outbox.flush()
         done, self._done = self._done, {}
         offsets = [

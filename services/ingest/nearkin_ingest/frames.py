@@ -23,6 +23,7 @@ from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.record_guard import headers_of
 from nearkin_shared.limits import FRAME_BYTES_MAX, GIB
 from nearkin_shared.objectstore.base import ObjectStore, SupportsStamps
+from nearkin_shared.storage.manifests import key_digest
 
 STAGE = "ingest"
 DATAREF_BYTES_MAX = 1024 * GIB
@@ -75,11 +76,16 @@ def attempt_id(tenant: str, key: str, partitions: int) -> bytes:
     and become versions in that order. Ids are drawn until one fits: `partitions` draws on average, 1 us each.
     """
     began = (time.time_ns() // 1_000_000).to_bytes(6, "big")
-    wanted = zlib.crc32(key.encode(), zlib.crc32(tenant.encode())) % partitions
+    wanted = partition_of(tenant, key, partitions)
     while True:
         drawn = began + os.urandom(BLOB_BYTES - 6)
         if zlib.crc32(drawn) % partitions == wanted:  # librdkafka's partitioner of keyed messages
             return drawn
+
+
+def partition_of(tenant: str, key: str, partitions: int) -> int:
+    """Return the partition of a key: that of topic `placed`, whose key is the same digest."""
+    return zlib.crc32(bytes.fromhex(key_digest(tenant, key))) % partitions
 
 
 def send_blob(

@@ -19,13 +19,16 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from nearkin_shared.errors import BadInput, Corrupt
+from nearkin_shared.formats.blob_table import BatchedBlob, decode_table, encode_table
 from nearkin_shared.formats.manifest import CREATED_US_MAX, encode_metadata
 from nearkin_shared.formats.message_batches import read_fresh, read_paired, read_segments, read_sparse
 from nearkin_shared.formats.message_layout import (
+    BATCH_VERSION,
     BLOB_BYTES,
     CHUNKS_MAX,
     COLUMNS,
     CONDITIONAL_VERSION,
+    ENDS,
     HEADER,
     LEDGER,
     MAGIC,
@@ -34,12 +37,15 @@ from nearkin_shared.formats.message_layout import (
     SPARSE_VERSION,
     STAGED,
     STAGED_VERSION,
+    TABLE_BYTES,
+    TABLE_BYTES_MAX,
     VERSION,
     Column,
     Counts,
     Envelope,
     MessageKind,
     UndecodedMessage,
+    batch_problem,
     join_flags,
     problem_of,
     read_header,
@@ -55,10 +61,13 @@ from nearkin_shared.utils.frozen import frozen
 __all__ = [
     "BLOB_BYTES",
     "CHUNKS_MAX",
+    "ENDS",
     "FAILURE_CHARACTERS_MAX",
     "MESSAGE_BYTES_MAX",
     "SEGMENTS_MAX",
     "SEGMENT_BYTES_MAX",
+    "Batch",
+    "BatchEnd",
     "End",
     "Envelope",
     "Frame",
@@ -74,6 +83,7 @@ __all__ = [
     "decode",
     "encode",
     "encode_paired",
+    "is_batch",
     "is_end",
     "is_staged",
     "read",
@@ -91,8 +101,9 @@ _VERSIONS = {
     MessageKind.SPARSE: SPARSE_VERSION,
     MessageKind.STAGED_SPARSE: SPARSE_VERSION,
 }
-_END = bytes([MessageKind.END])
+_ENDS = bytes([MessageKind.END]), bytes([MessageKind.BATCH_END])
 _STAGED = (bytes([MessageKind.STAGED]), bytes([MessageKind.STAGED_SPARSE]))
+_BATCH = bytes([MessageKind.BATCH])
 
 
 @frozen
@@ -194,7 +205,32 @@ class End:
     """Earliest time of another attempt with this origin; None: none was made before `began_us`."""
 
 
-Message = Frame | StagedFrame | Segments | Sparse | Fresh | Paired | Placed | End
+@frozen
+class Batch:
+    """Whole small blobs of one tenant.
+
+    Blob `i` is the next `blobs[i].size_bytes` of the payload.
+    """
+
+    envelope: Envelope
+    blobs: tuple[BatchedBlob, ...]
+    payload: U8
+
+
+@frozen
+class BatchEnd:
+    """The end of a batch, all of whose segments were sent."""
+
+    envelope: Envelope
+    blobs: tuple[BatchedBlob, ...]
+
+    @property
+    def segments(self) -> int:
+        """Number of segments of all blobs."""
+        return sum(blob.segments or 0 for blob in self.blobs)
+
+
+Message = Frame | StagedFrame | Segments | Sparse | Fresh | Paired | Placed | End | Batch | BatchEnd
 
 assert len(LEDGER_FIELDS) == 12
 
@@ -234,9 +270,14 @@ def encode(message: Message) -> bytes:
             payload = LEDGER.pack(*(getattr(message.ledger, name) for name in LEDGER_FIELDS))
         case End():
             kind, payload = MessageKind.END, _end_text(message)
+        case Batch():
+            kind, payload = MessageKind.BATCH, _batch_payload(message)
+        case BatchEnd():
+            kind, payload = MessageKind.BATCH_END, encode_table(message.blobs)
     envelope = message.envelope
     tenant, key, sketch_name = envelope.tenant.encode(), envelope.key.encode(), sketch.encode()
     problem = problem_of(len(tenant), len(key), len(sketch_name), counts, len(payload), kind)
+    problem = problem or batch_problem(kind, envelope.blobs, is_batch=envelope.blobs > 0)
     if problem is not None or len(envelope.blob) != BLOB_BYTES:
         raise BadInput(f"message: {problem or f'blob id of {len(envelope.blob)} bytes: want {BLOB_BYTES}'}")
     conditional = isinstance(message, End) and message.precondition is not None
@@ -291,7 +332,7 @@ def _header(
 ) -> bytes:
     return HEADER.pack(
         MAGIC,
-        version,
+        BATCH_VERSION if envelope.blobs else version,
         kind,
         counts.fresh,
         envelope.blob,
@@ -304,6 +345,7 @@ def _header(
         tenant_bytes,
         sketch_bytes,
         key_bytes,
+        envelope.blobs,
     )
 
 
@@ -316,12 +358,17 @@ def _join(parts: Sequence[Buffer]) -> bytes:
 
 def is_end(data: bytes) -> bool:
     """Return whether the data begin as an end does: a hint, because nothing else is checked."""
-    return data[:4] == MAGIC and data[5:6] == _END
+    return data[:4] == MAGIC and data[5:6] in _ENDS
 
 
 def is_staged(data: bytes) -> bool:
     """Return whether the data begin as a reference to a pack does: a hint, as `is_end`."""
     return data[:4] == MAGIC and data[5:6] in _STAGED
+
+
+def is_batch(data: bytes) -> bool:
+    """Return whether the data begin as a batch of blobs does: a hint, as `is_end`."""
+    return data[:4] == MAGIC and data[5:6] == _BATCH
 
 
 def decode(data: bytes, what: str) -> Message:
@@ -336,21 +383,28 @@ def read(message: UndecodedMessage) -> Message:
         match message.kind:
             case MessageKind.FRAME | MessageKind.STAGED | MessageKind.STAGED_SPARSE:
                 return _slice(message)
-            case MessageKind.SEGMENTS:
-                return Segments(envelope, read_segments([message]).part(0))
-            case MessageKind.SPARSE | MessageKind.FRESH:
-                return _fresh(message)
-            case MessageKind.PAIRED:
-                return Paired(envelope, read_paired([message])[0])
+            case MessageKind.SEGMENTS | MessageKind.PAIRED | MessageKind.SPARSE | MessageKind.FRESH:
+                return _read_chunks(message)
             case MessageKind.PLACED:
                 ledger = Ledger(*LEDGER.unpack(message.payload))
                 segments = Locations(message.column("containers"), message.column("ordinals"))
                 known = join_flags([message], "known")
                 return Placed(envelope, segments, known, message.column("lengths"), ledger)
+            case MessageKind.BATCH | MessageKind.BATCH_END:
+                is_whole = message.kind is MessageKind.BATCH
+                return _batch(envelope, message.payload) if is_whole else _batch_end(envelope, message.payload)
             case MessageKind.END:
                 return _end(envelope, message.payload)
     except (BadInput, ValueError, KeyError, TypeError, RecursionError, struct.error) as err:
         raise Corrupt(f"{message.what}: does not parse: {err}") from err
+
+
+def _read_chunks(message: UndecodedMessage) -> Segments | Sparse | Fresh | Paired:
+    if message.kind is MessageKind.SEGMENTS:
+        return Segments(message.envelope, read_segments([message]).part(0))
+    if message.kind is MessageKind.PAIRED:
+        return Paired(message.envelope, read_paired([message])[0])
+    return _fresh(message)
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -432,6 +486,35 @@ def _staged(envelope: Envelope, payload: U8, *, is_sparse: bool) -> StagedFrame:
     _check_bound(began_us, "began_us", CREATED_US_MAX)
     _check_bound(staged_ms, "staged_ms", CREATED_US_MAX // 1000)
     return StagedFrame(envelope, origin, began_us, staged_ms, size_bytes, digest, is_sparse)
+
+
+# --- batches of blobs ------------------------------------------------------------------------------------------------
+
+
+def _batch_payload(message: Batch) -> bytes:
+    sizes = sum(blob.size_bytes for blob in message.blobs)
+    if sizes != len(message.payload):
+        raise BadInput(f"message: {len(message.payload)} bytes of a batch whose blobs have {sizes}")
+    table = encode_table(message.blobs)
+    return b"".join((TABLE_BYTES.pack(len(table)), table, message.payload.data))
+
+
+def _batch(envelope: Envelope, payload: U8) -> Batch:
+    (table_bytes,) = TABLE_BYTES.unpack_from(payload)
+    start = TABLE_BYTES.size + table_bytes
+    if table_bytes > TABLE_BYTES_MAX or start > len(payload):
+        raise ValueError(f"a table of {table_bytes} bytes in a batch of {len(payload)}")
+    blobs = decode_table(payload[TABLE_BYTES.size : start].tobytes(), envelope.blobs)
+    if sum(blob.size_bytes for blob in blobs) != len(payload) - start:
+        raise ValueError(f"{len(payload) - start} bytes of blobs, fewer or more than the table has")
+    return Batch(envelope, blobs, payload[start:])
+
+
+def _batch_end(envelope: Envelope, payload: U8) -> BatchEnd:
+    blobs = decode_table(payload.tobytes(), envelope.blobs)
+    if any(blob.segments is None for blob in blobs):
+        raise ValueError("a blob without its number of segments at the end of a batch")
+    return BatchEnd(envelope, blobs)
 
 
 # --- the end of a blob -----------------------------------------------------------------------------------------------

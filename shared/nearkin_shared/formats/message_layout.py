@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin_shared.errors import Corrupt, FormatTooNew
-from nearkin_shared.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
+from nearkin_shared.limits import KEY_BYTES_MAX, KIB, METADATA_BYTES_MAX, SEGMENT_BYTES_MAX, TENANT_BYTES_MAX
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, Bools
 from nearkin_shared.utils.frozen import frozen
 
@@ -33,9 +33,11 @@ STAGED_VERSION = 3
 """Format of a reference to a pack: a reader without staging must refuse it by its version."""
 STAGED = Struct("<QQQ16s32s")
 """Payload of a reference: bytes and time of the pack, start and origin of the upload, BLAKE3 of the pack."""
-VERSIONS_READ = (1, 2, 3, 4)
+VERSIONS_READ = (1, 2, 3, 4, 5)
 SPARSE_VERSION = 4
 """Format of segments without the bytes of known chunks, and of references to packs of them."""
+BATCH_VERSION = 5
+"""Format of messages about a batch of blobs: an older reader would take the batch for one blob."""
 CONDITIONAL_VERSION = 2
 """Format of an end with a precondition: a reader without preconditions must refuse it, not commit regardless."""
 BLOB_BYTES = 16
@@ -45,10 +47,15 @@ CHUNKS_MAX = 4096
 """Chunks of a message: with SEGMENT_BYTES_MAX of payload and 24 bytes of super-features it stays below the limit."""
 SEGMENTS_MAX = CHUNKS_MAX
 END_BYTES_MAX = 2 * METADATA_BYTES_MAX
+BLOBS_MAX = 1024
+"""Blobs of a batch that a reader accepts."""
+TABLE_BYTES_MAX = 192 * KIB
+"""Bytes of the table of a batch; with it a batch of SEGMENT_BYTES_MAX would not fit a message, so it has fewer."""
+TABLE_BYTES = Struct("<I")
 SKETCH_BYTES_MAX = 255
 SUPER_FEATURES_MAX = 16
 
-HEADER = Struct("<4sBBH16sQQIHHBBBxH10x")
+HEADER = Struct("<4sBBH16sQQIHHBBBxHH8x")
 assert HEADER.size == 64  # docs/internals/formats/message.md
 LEDGER = Struct("<12Q")
 
@@ -67,6 +74,12 @@ class MessageKind(IntEnum):
     STAGED = 7
     SPARSE = 8
     STAGED_SPARSE = 9
+    BATCH = 10
+    BATCH_END = 11
+
+
+ENDS = frozenset((MessageKind.END, MessageKind.BATCH_END))
+_OF_ONE_BLOB = frozenset((MessageKind.FRAME, MessageKind.STAGED, MessageKind.SPARSE, MessageKind.STAGED_SPARSE))
 
 
 @frozen
@@ -78,6 +91,8 @@ class Envelope:
     key: str
     position: int = 0
     sequence: int = 0
+    blobs: int = 0
+    """Number of blobs if the message is about a batch, whose first key is `key`; 0: about one blob."""
 
 
 @frozen
@@ -133,6 +148,8 @@ COLUMNS: dict[MessageKind, tuple[tuple[str, str, str], ...]] = {
     MessageKind.STAGED: (),
     MessageKind.SPARSE: _FRESH_COLUMNS,
     MessageKind.STAGED_SPARSE: (),
+    MessageKind.BATCH: (),
+    MessageKind.BATCH_END: (),
 }
 _ITEMS = ("segments", "segments+1", "segments*20", "chunks", "chunks*32", "fresh", "fresh*super_features")
 _KINDS: dict[int, MessageKind] = {int(kind): kind for kind in MessageKind}
@@ -147,6 +164,7 @@ _PAYLOAD_MAX = dict.fromkeys(MessageKind, SEGMENT_BYTES_MAX) | {
     MessageKind.PLACED: LEDGER.size,
     MessageKind.STAGED: STAGED.size,
     MessageKind.STAGED_SPARSE: STAGED.size,
+    MessageKind.BATCH_END: TABLE_BYTES_MAX,
 }
 
 
@@ -222,11 +240,12 @@ def read_header(data: bytes, what: str) -> UndecodedMessage:
         )
     fields = HEADER.unpack_from(data)
     _, _, code, fresh, blob, position, sequence, payload_bytes, segments, chunks, ranks = fields[:11]
-    tenant_bytes, sketch_bytes, key_bytes = fields[11:]
+    tenant_bytes, sketch_bytes, key_bytes, blobs = fields[11:]
     kind, counts = _KINDS.get(code), Counts(segments, chunks, fresh, ranks)
     if kind is None:
         raise Corrupt(f"{what}: message kind {code} is not known")
     problem = problem_of(tenant_bytes, key_bytes, sketch_bytes, counts, payload_bytes, kind)
+    problem = problem or batch_problem(kind, blobs, is_batch=data[4] == BATCH_VERSION)
     if problem is not None:
         raise Corrupt(f"{what}: {problem}")
     key_at = HEADER.size + tenant_bytes
@@ -241,7 +260,22 @@ def read_header(data: bytes, what: str) -> UndecodedMessage:
     starts = list(accumulate([items[which] * width for which, width in _WIDTHS[kind]], initial=at))
     if starts[-1] + payload_bytes != len(data):
         raise Corrupt(f"{what}: {len(data) - starts[-1]} bytes of payload, {payload_bytes} announced: truncated?")
-    return UndecodedMessage(kind, Envelope(blob, tenant, key, position, sequence), counts, sketch, data, starts, what)
+    envelope = Envelope(blob, tenant, key, position, sequence, blobs)
+    return UndecodedMessage(kind, envelope, counts, sketch, data, starts, what)
+
+
+def batch_problem(kind: MessageKind, blobs: int, *, is_batch: bool) -> str | None:
+    """Return what is wrong with the number of blobs of a message, if anything.
+
+    `is_batch`: whether its format is that of batches.
+    """
+    if is_batch != (blobs > 0) or blobs > BLOBS_MAX:
+        return f"{blobs} blobs in a {kind.name.lower()}: want 1 to {BLOBS_MAX} in format {BATCH_VERSION}, else none"
+    if kind in (MessageKind.BATCH, MessageKind.BATCH_END) and not blobs:
+        return f"a {kind.name.lower()} of no blobs"
+    if kind in _OF_ONE_BLOB and blobs:
+        return f"a {kind.name.lower()} of a batch"
+    return None
 
 
 def split_messages(data: memoryview, what: str) -> list[bytes]:
@@ -260,7 +294,7 @@ def _announced_bytes(data: memoryview, what: str) -> int:
     """Return the size of the message at the start of `data`. Raises Corrupt."""
     if len(data) < HEADER.size or data[:4] != MAGIC:
         raise Corrupt(f"{what}: not a Nearkin message ({len(data)} bytes, starts with {bytes(data[:4])!r})")
-    _, _, code, fresh, _, _, _, payload_bytes, segments, chunks, ranks, *names_bytes = HEADER.unpack_from(data)
+    _, _, code, fresh, _, _, _, payload_bytes, segments, chunks, ranks, *names_bytes, _ = HEADER.unpack_from(data)
     kind = _KINDS.get(code)
     if kind is None:
         raise Corrupt(f"{what}: message kind {code} is not known")

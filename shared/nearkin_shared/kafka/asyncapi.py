@@ -17,6 +17,7 @@ from typing import Any
 
 from nearkin_shared.config.runtime import changes_schema
 from nearkin_shared.config.settings import Settings
+from nearkin_shared.formats.blob_table import BatchedBlob
 from nearkin_shared.formats.message import FAILURE_CHARACTERS_MAX, End
 from nearkin_shared.formats.message_layout import (
     BLOB_BYTES,
@@ -43,7 +44,7 @@ Json = dict[str, Any]
 BINARY = "application/vnd.nearkin.message"
 HEADER_FIELDS = (
     *("magic", "version", "kind", "fresh_chunks", "blob", "position", "sequence", "payload_bytes", "segments"),
-    *("chunks", "super_features", "tenant_bytes", "sketch_bytes", "key_bytes"),
+    *("chunks", "super_features", "tenant_bytes", "sketch_bytes", "key_bytes", "blobs"),
 )
 KINDS_OF: dict[str, tuple[MessageKind, ...]] = {
     "frames": (
@@ -51,12 +52,13 @@ KINDS_OF: dict[str, tuple[MessageKind, ...]] = {
         MessageKind.STAGED,
         MessageKind.SPARSE,
         MessageKind.STAGED_SPARSE,
+        MessageKind.BATCH,
         MessageKind.END,
     ),
-    "segments": (MessageKind.SEGMENTS, MessageKind.SPARSE, MessageKind.END),
-    "fresh": (MessageKind.FRESH, MessageKind.END),
-    "paired": (MessageKind.PAIRED, MessageKind.END),
-    "placed": (MessageKind.PLACED, MessageKind.END),
+    "segments": (MessageKind.SEGMENTS, MessageKind.SPARSE, MessageKind.BATCH_END, MessageKind.END),
+    "fresh": (MessageKind.FRESH, MessageKind.BATCH_END, MessageKind.END),
+    "paired": (MessageKind.PAIRED, MessageKind.BATCH_END, MessageKind.END),
+    "placed": (MessageKind.PLACED, MessageKind.BATCH_END, MessageKind.END),
 }
 """Which kinds of message a topic between stages carries."""
 SENDS = {"chunker": "segments", "dedup": "fresh", "resemblance": "paired", "delta": "placed", "committer": "committed"}
@@ -71,6 +73,8 @@ _SUMMARY = {
     MessageKind.STAGED: "A reference to a slice of a blob in the object store, at most 64 MiB.",
     MessageKind.SPARSE: "Cut by a gateway: the bytes of chunks that it did not find, and claims where others lie.",
     MessageKind.STAGED_SPARSE: "A reference to a pack of sparse messages in the object store, at most 64 MiB.",
+    MessageKind.BATCH: "Whole small blobs of one tenant; later stages have their segments as those of one blob.",
+    MessageKind.BATCH_END: "The segments of all blobs of a batch were sent.",
 }
 _PAYLOAD = {
     MessageKind.FRAME: "the slice",
@@ -82,6 +86,8 @@ _PAYLOAD = {
     MessageKind.SPARSE: "the chunks that the gateway did not find, in order",
     MessageKind.STAGED_SPARSE: "as of `staged`, of the pack",
     MessageKind.STAGED: "of the slice u64 bytes and u64 ms, of the upload u64 us (start) and origin (16), BLAKE3 (32)",
+    MessageKind.BATCH: "u32 bytes of the table, the table as JSON, the bytes of all blobs one behind the other",
+    MessageKind.BATCH_END: "the table as JSON",
 }
 _TOPIC_TEXT = {
     "frames": "Uploads as they come in. Keyed by blob id.",
@@ -198,6 +204,8 @@ def _binary(kind: MessageKind) -> Json:
         layout["ledger"] = list(LEDGER_FIELDS)
     if kind is MessageKind.END:
         layout["payload_schema"] = end_schema()
+    if kind in (MessageKind.BATCH, MessageKind.BATCH_END):
+        layout["table_columns"] = [one.name for one in fields(BatchedBlob)]
     return {
         "name": kind.name.lower(),
         "summary": _SUMMARY[kind],

@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Protocol, TypeVar, runtime_checkable
 
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Consumer, KafkaError, KafkaException, TopicPartition
@@ -22,7 +24,7 @@ from tenacity import Retrying, before_sleep_log, retry_if_exception_type, stop_a
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import RetryableError, StoreUnavailable
-from nearkin_shared.formats.message import is_end
+from nearkin_shared.formats.message import is_batch, is_end
 from nearkin_shared.kafka.batch_spans import trace_records
 from nearkin_shared.kafka.clients import as_bytes, consumer, group, is_final, on_parts, topic, unavailable
 from nearkin_shared.kafka.rebalance import RebalanceTrigger
@@ -41,6 +43,8 @@ RETRY_SECONDS_MAX = 60.0
 RESTART_SECONDS = 1.0
 BATCH_MESSAGES = 32
 """Messages that a worker processes in one batch: 32 MiB at their largest."""
+BATCHES_MAX = 2
+"""Batches of small blobs among them: each has up to 256 blobs, and all other records wait for the step."""
 GATHER_SECONDS = 1.0
 """How long a batch may grow while messages stream: one at a time costs a stage three times what one of sixteen does.
 No caller waits for it: a caller that waits has sent an end, which ends the batch."""
@@ -192,6 +196,8 @@ class Loop:
         In a stream of messages also those that arrive within GATHER_SECONDS, unless an end is among them.
         """
         room = BATCH_MESSAGES
+        if self._taken and not self._paused:
+            return self._take_held()
         first = self._consumer.poll(self._idle_seconds)
         metrics.RECORD_AGE.labels(self._stage).set(_age_seconds(first))
         if first is None:
@@ -208,9 +214,17 @@ class Loop:
             self._taken.append(more)
             ended = self._take_more(self._consumer.consume(room - len(self._taken), 0)) or _ends(more)
         self._streaming = True
-        taken = self._taken.copy()
-        self._taken.clear()
         self._truncated.clear()
+        return self._take_held()
+
+    def _take_held(self) -> list[Record]:
+        """Return the first of the taken records, with BATCHES_MAX batches at most.
+
+        The others stay for the next step.
+        """
+        batches = list(accumulate(map(_has_blobs, self._taken)))
+        count = bisect_right(batches, BATCHES_MAX)
+        taken, self._taken[:] = self._taken[:count], self._taken[count:]
         return [record for message in taken if (record := self._record(message)) is not None]
 
     def _take_more(self, messages: list[KafkaMessage]) -> bool:
@@ -349,6 +363,10 @@ def _age_seconds(message: KafkaMessage | None) -> float:
         return 0.0
     kind, sent_ms = message.timestamp()
     return 0.0 if kind == TIMESTAMP_NOT_AVAILABLE else max(0.0, time.time() - sent_ms / 1000)
+
+
+def _has_blobs(message: KafkaMessage) -> bool:
+    return is_batch(as_bytes(message.value()) or b"")
 
 
 def _ends(message: KafkaMessage) -> bool:

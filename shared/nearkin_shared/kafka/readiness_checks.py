@@ -17,7 +17,7 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import RetryableError, StoreUnavailable
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.kafka.clients import connection, topic, unavailable
-from nearkin_shared.objectstore.base import RequestLimits
+from nearkin_shared.objectstore.bucket_limits import RequestLimits
 from nearkin_shared.objectstore.factory import open_objects
 from nearkin_shared.observability.readiness import Check
 from nearkin_shared.storage import descriptor

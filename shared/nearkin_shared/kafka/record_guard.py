@@ -16,6 +16,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, NearkinError, NotAuthentic, PermanentError, RetryableError
 from nearkin_shared.formats.message import (
+    ENDS,
     End,
     Envelope,
     Message,
@@ -150,12 +151,12 @@ class RecordGuard:
     def read_header(self, record: Record) -> UndecodedMessage | None:
         """Return the message of a record; None after making it a dead letter.
 
-        Its columns are not decoded unless it is an end.
+        Its columns are not decoded unless it is an end that Kafka carried.
         """
         try:
             self._authenticate(record)
             found = read_header(record.value, record.label)
-            if found.kind is MessageKind.END:
+            if found.kind in ENDS and not record.is_internal:
                 read(found)
         except PermanentError as err:
             self._reject(record, err)

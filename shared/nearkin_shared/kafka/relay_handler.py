@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import RetryableError
-from nearkin_shared.formats.message import Envelope, MessageKind, UndecodedMessage
+from nearkin_shared.formats.message import ENDS, Envelope, UndecodedMessage
 from nearkin_shared.kafka.ack_tracker import AckTracker
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record, patiently
 from nearkin_shared.kafka.outbox_port import StageOutbox
@@ -72,7 +72,7 @@ class StatelessStageHandler:
             if blob in ended:  # sent again: it shall not meet what came before the end
                 self._carry(taken)
                 taken, ended = [], set()
-            if message.kind is MessageKind.END:
+            if message.kind in ENDS:
                 ended.add(blob)
             taken.append((record, message))
         self._carry(taken)
@@ -100,7 +100,7 @@ class StatelessStageHandler:
         """Process messages and send results, each at the position of its last source message."""
         results = self._process_batch([message for _, message in taken])
         for (record, message), result in zip(taken, results, strict=True):
-            if message.kind is MessageKind.END:
+            if message.kind in ENDS:
                 self._guard.carry_out(record, message.envelope, lambda: self._pass_on(record, message))  # noqa: B023
             elif isinstance(result, OutgoingMessage):
                 self._guard.carry_out(record, message.envelope, lambda: self._send(record, result))  # noqa: B023
@@ -112,7 +112,7 @@ class StatelessStageHandler:
         results: list[object] = [_ALONE] * len(messages)
         by_tenant: dict[str, dict[bytes, list[int]]] = {}
         for number, message in enumerate(messages):
-            if message.kind is not MessageKind.END:
+            if message.kind not in ENDS:
                 envelope = message.envelope
                 by_tenant.setdefault(envelope.tenant, {}).setdefault(envelope.blob, []).append(number)
         for tenant, by_blob in by_tenant.items():
@@ -136,7 +136,7 @@ class StatelessStageHandler:
                 self._send(record, result)
 
     def _pass_on(self, record: Record, end: UndecodedMessage) -> None:
-        self._guard.forward(record, headers_of(self._stage, "end", end.envelope, trace_of(record)))
+        self._guard.forward(record, headers_of(self._stage, end.kind.name.lower(), end.envelope, trace_of(record)))
 
     def _send(self, record: Record, message: OutgoingMessage) -> None:
         headers = headers_of(self._stage, message.kind, message.envelope, trace_of(record))

@@ -24,7 +24,6 @@ from nearkin_shared.limits import KIB, MANIFEST_BYTES_MAX, MIB, OBJECT_BYTES_MAX
 from nearkin_shared.objectstore.file_publishing import NO_FOLDER_SYNC, NO_LINKS, is_same_file, rename_new
 from nearkin_shared.utils.buffers import SMALLEST_BYTES, BufferPool
 from nearkin_shared.utils.failpoints import failpoint
-from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.mounts import network_type
 from nearkin_shared.utils.private_files import FILE_MODE, FOLDER_MODE, check_linked_folder, check_no_link
 
@@ -36,23 +35,6 @@ PARTS_WRITTEN_MAX = 1024
 """Of parts in one call: Linux takes no more."""
 DROPPED_BYTES_MIN = 256 * KIB
 """Smaller objects stay in the page cache: they are read again and again, and take no room to speak of."""
-
-
-@frozen
-class RequestLimits:
-    """Timeouts and retries of requests to a bucket.
-
-    `request_seconds` includes the body; no retry begins later than `retry_seconds` after the first attempt.
-    """
-
-    connect_seconds: int = 5
-    request_seconds: int = 60
-    retries: int = 12
-    retry_seconds: int = 60
-
-
-REQUEST_LIMITS = RequestLimits()
-"""A server that restarts or fails over is back within a minute."""
 
 
 class AlreadyExists(PermanentError):
@@ -448,6 +430,31 @@ class LocalObjectStore:
         for left in self._scratch.glob("*.part"):
             _remove(left)
 
+    def prepare_group(self, name: str, ready: set[str]) -> tuple[str, tuple[str, ...]]:
+        """Make the folder of a new object; return the object's path, and the folders to sync.
+
+        `ready`: folders that this has checked for the same group. Raises StoreUnavailable, OSError.
+        """
+        folder, _, last = name.rpartition("/")
+        above = folder.rpartition("/")[0]
+        if above not in ready:
+            self._check_folders(self._root / above)
+            self._make_folder(self._root / above)
+            ready.add(above)
+        check_linked_folder(made := self._root / folder)
+        _make(made)
+        return f"{made}/{last}", (str(made), f"{self._root}/{above}")
+
+    def scratch_path(self) -> str:
+        """Return a new path for a file that `link` gives its name. Raises LinkRefused, OSError."""
+        check_no_link(self._scratch)
+        _make(self._scratch)
+        return f"{self._scratch}/{secrets.token_hex(8)}.part"
+
+    def link(self, temporary: str, final: str) -> None:
+        """Give a synced file its name. Raises FileExistsError if that is taken, OSError."""
+        _link(Path(temporary), Path(final), self._root / "lock.rename")
+
     def _make_folder(self, folder: Path) -> None:
         """Make a folder durable, and all above it up to the root.
 
@@ -489,7 +496,7 @@ def write_durably(path: Path, parts: Sequence[Payload], *, drop: bool) -> None:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
-        _write_all(descriptor, parts)
+        write_all(descriptor, parts)
         failpoint("object.written")
         os.fsync(descriptor)
         if drop and hasattr(os, "posix_fadvise") and os.fstat(descriptor).st_size >= DROPPED_BYTES_MIN:
@@ -499,7 +506,7 @@ def write_durably(path: Path, parts: Sequence[Payload], *, drop: bool) -> None:
         os.close(descriptor)
 
 
-def _write_all(descriptor: int, parts: Sequence[Payload]) -> None:
+def write_all(descriptor: int, parts: Sequence[Payload]) -> None:
     """Write the parts without joining them: joining was the most expensive copy of a put."""
     left = deque(memoryview(part).cast("B") for part in parts if len(part))
     while left:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -32,6 +33,7 @@ from nearkin_shared.formats.manifest import (
 from nearkin_shared.formats.tombstone import Mark, MarkKind, decode_mark, encode_mark
 from nearkin_shared.objectstore.base import ObjectStore, check_tenant
 from nearkin_shared.objectstore.delegating import clear_bytes, file_sizes, record_key_of, takes_bytes
+from nearkin_shared.objectstore.group_put import put_new_many
 from nearkin_shared.objectstore.parity import read_decoded
 from nearkin_shared.preconditions import Precondition
 from nearkin_shared.results import VersionInfo
@@ -170,6 +172,16 @@ class ManifestStore:
         data = encode_manifest(manifest)
         self._objects.put_new(object_name(manifest.tenant, manifest.key, manifest.version), data)
         return len(data)
+
+    def put_many(self, manifests: Sequence[Manifest], threads: Executor) -> list[int | None]:
+        """Commit versions of different keys, each by itself; return the bytes of each manifest.
+
+        None: another put took this number. Raises StoreUnavailable: some may be committed.
+        """
+        encoded = [encode_manifest(manifest) for manifest in manifests]
+        names = [object_name(manifest.tenant, manifest.key, manifest.version) for manifest in manifests]
+        created = put_new_many(self._objects, list(zip(names, encoded, strict=True)), threads)
+        return [len(data) if is_new else None for data, is_new in zip(encoded, created, strict=True)]
 
     def stored_bytes(self, manifest: Manifest, manifest_bytes: int) -> int:
         """Return the stored size of a manifest, with its parity and encryption."""

@@ -21,7 +21,7 @@ from nearkin_ingest.consumer import IngestConsumer
 from nearkin_shared.config.loader import load, with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import StoreUnavailable
-from nearkin_shared.formats.message import End, Frame, decode
+from nearkin_shared.formats.message import Batch, End, Frame, decode
 from nearkin_shared.kafka.clients import Outbox, create_topics, topic
 from nearkin_shared.kafka.consumer_loop import run_forever
 from nearkin_shared.kafka.dead_letters import OMITTED_VALUE_HEADER
@@ -29,6 +29,7 @@ from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore, Payload
 from nearkin_shared.observability import metrics
 from tests.support.checks.waiting import until
+from tests.support.data.batches import take_apart
 from tests.support.data.samples import noise
 from tests.support.servers.kafka_server import users_producer
 
@@ -105,6 +106,11 @@ class World:
         for message in self.read("frames"):
             decoded = decode(message.value(), "frames")
             assert message.key() == decoded.envelope.blob
+            if isinstance(decoded, Batch):
+                for (content, end), one in zip(take_apart(decoded), decoded.blobs, strict=True):
+                    headers = {**dict(message.headers()), "traceparent": one.traceparent or b""}
+                    ended.append(Blob(decoded.envelope.tenant, one.key, content, end, headers))
+                continue
             blob = attempts.setdefault(message.key(), Blob(decoded.envelope.tenant, decoded.envelope.key))
             blob.headers = dict(message.headers())
             if isinstance(decoded, Frame):
@@ -284,9 +290,10 @@ def test_blobs_of_one_key_stay_in_order(world: World) -> None:
     contents: dict[str, list[int]] = {}
     for message in world.read("frames"):
         decoded = decode(message.value(), "frames")
-        places.setdefault(decoded.envelope.key, set()).add(message.partition())
-        if isinstance(decoded, Frame):
-            contents.setdefault(decoded.envelope.key, []).append(int(decoded.payload.tobytes()))
+        assert isinstance(decoded, Batch)
+        for content, end in take_apart(decoded):
+            places.setdefault(end.envelope.key, set()).add(message.partition())
+            contents.setdefault(end.envelope.key, []).append(int(content))
     assert {key: len(found) for key, found in places.items()} == {"k0": 1, "k1": 1, "k2": 1}
     assert contents == {f"k{n}": list(range(n, 60, 3)) for n in range(3)}
 

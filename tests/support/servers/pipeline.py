@@ -75,9 +75,15 @@ class Pipeline:
         config: Mapping[str, Mapping[str, object]],
         environments: Mapping[str, Mapping[str, str]] | None = None,
         services: Sequence[str] = SPLIT,
+        *,
+        verbose: bool = True,
     ) -> None:
-        """`config` may have constants, too. `environments`: additional environment variables by service."""
+        """`config` may have constants, too. `environments`: additional environment variables by service.
+
+        `verbose`: workers log a line of each blob.
+        """
         self.services = tuple(services)
+        self._verbose = verbose
         self.folder = folder
         self._environments = dict(environments or {})
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +123,7 @@ class Pipeline:
         changed = [changed_constants.__name__, json.dumps(self._constants)] if self._constants else []
         command = [sys.executable, "-m", *changed, module, "--config", str(self.config_file)]
         if service != GATEWAY:
-            command += ["--worker", "w1", "--verbose", *ARGUMENTS.get(base, ())]
+            command += ["--worker", "w1", *(["--verbose"] if self._verbose else []), *ARGUMENTS.get(base, ())]
             command += ["--worker", f"r{number}"] if number else []
         with (self.folder / f"{service}.log").open("ab") as log:
             more = {"PYTHONFAULTHANDLER": "1"} | ({} if failpoint is None else {VARIABLE: failpoint})

@@ -5,6 +5,7 @@ No message is sent, and no offset moves, before its data are durable.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from nearkin_resemblance.handler import resemblance_work
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NotFound, RetryableError, StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.formats.message import Envelope, Paired, Placed, Segments, decode, encode
+from nearkin_shared.formats.blob_table import BatchedBlob
+from nearkin_shared.formats.message import BatchEnd, End, Envelope, Paired, Placed, Segments, decode, encode
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.consumer_loop import Record
@@ -203,3 +205,28 @@ def test_segments_of_pending_delete_chunks_stay_unpublished(world: World, monkey
     assert len(claims) == 1
     assert not claims[0].segment_ids[0].any()
     assert claims[0].segment_ids[1:].any(axis=1).all()
+
+
+def test_stream_of_records_does_not_hold_back_a_client(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While messages stream in, an end for which a client may wait closes the container; that of a batch does not."""
+    now = [1000.0]
+    monkeypatch.setattr(delta_handler, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    values = world.paired()
+    batch = Envelope(b"c" * 16, "t", "key", blobs=1)
+    blob = BatchedBlob("key", 1, bytes(32), bytes(16), 1, segments=0)
+    world.handler.handle(records([*values, encode(BatchEnd(batch, (blob,)))]))
+    now[0] += 2 * delta_handler.WAIT_SECONDS
+    world.handler.idle()
+    world.handler._committer.drain()
+    assert not world.steps, "a batch closed the container although messages stream in"
+    end = End(Envelope(b"b" * 16, "t", "key"), 1, bytes(16), 0, bytes(32), segments=0)
+    world.handler.handle([Record("paired", 0, len(values) + 1, b"", encode(end), {}, ())])
+    now[0] += delta_handler.WAIT_SECONDS / 2
+    world.handler.idle()
+    world.handler.handle([])
+    world.handler._committer.drain()
+    assert not world.steps
+    now[0] += delta_handler.WAIT_SECONDS
+    world.handler.idle()
+    world.handler._committer.drain()
+    assert world.steps == ["placed"] * (len(values) + 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ import pytest
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt
+from nearkin_shared.formats.blob_table import BatchedBlob
 from nearkin_shared.formats.message import (
+    Batch,
+    BatchEnd,
     End,
     Frame,
     Fresh,
@@ -49,6 +53,7 @@ MESSAGES: dict[str, Any] = DOCUMENT["components"]["messages"]
 WIDTHS = {"u8": 1, "u16": 2, "u32": 4, "u64": 8}
 SEGMENTED = segment(mixed_content())
 FRESH = mark_known(SEGMENTED)
+IN_BATCH = BatchedBlob("k", 10, bytes(32), bytes(16), 1)
 SAMPLES: dict[MessageKind, Message] = {
     MessageKind.FRAME: Frame(BLOB, np.frombuffer(b"some bytes", np.uint8)),
     MessageKind.SEGMENTS: Segments(BLOB, SEGMENTED),
@@ -62,6 +67,8 @@ SAMPLES: dict[MessageKind, Message] = {
     MessageKind.STAGED: StagedFrame(BLOB, bytes(16), 1, 2, 10, bytes(32)),
     MessageKind.SPARSE: Sparse(BLOB, FRESH),
     MessageKind.STAGED_SPARSE: StagedFrame(BLOB, bytes(16), 1, 2, 10, bytes(32), True),
+    MessageKind.BATCH: Batch(replace(BLOB, blobs=1), (IN_BATCH,), np.frombuffer(b"some bytes", np.uint8)),
+    MessageKind.BATCH_END: BatchEnd(replace(BLOB, blobs=1), (replace(IN_BATCH, segments=1),)),
 }  # fmt: skip
 
 
@@ -112,6 +119,7 @@ def test_message_is_readable_by_the_document_alone(kind: MessageKind) -> None:
         part = data[field["offset"] : field["offset"] + field["bytes"]]
         header[field["name"]] = part if field["type"] == "bytes" else int.from_bytes(part, "little")
     version = {MessageKind.STAGED: 3, MessageKind.SPARSE: 4, MessageKind.STAGED_SPARSE: 4}.get(kind, 1)
+    version = 5 if kind in (MessageKind.BATCH, MessageKind.BATCH_END) else version
     assert (header["magic"], header["version"], header["kind"]) == (b"NKS1", version, int(kind))
     assert (header["blob"], header["position"], header["sequence"]) == (BLOB.blob, BLOB.position, BLOB.sequence)
     at = 64
@@ -150,7 +158,7 @@ def test_header_is_that_of_the_format_page() -> None:
     page = (Path(__file__).parents[3] / "docs/internals/formats/message.md").read_text()
     rows = re.findall(r"^\| ([0-9]+) \| ([0-9]+) \|", page, re.MULTILINE)
     documented = [(str(field["offset"]), str(field["bytes"])) for field in asyncapi.header_layout()]
-    assert [row for row in rows if row not in (("51", "1"), ("54", "10"))] == documented  # these two are zeros
+    assert [row for row in rows if row not in (("51", "1"), ("56", "8"))] == documented  # these two are zeros
 
 
 def test_columns_are_in_the_order_of_the_format_page() -> None:

@@ -1,0 +1,147 @@
+"""Commit the blobs of a batch together.
+
+    1 list the versions of all keys  2 check all segments  3 create all manifests
+
+Blobs of one key are committed one after another, in the order of the batch. A blob whose number another writer
+takes at this moment is left to be committed by itself, and with it all later blobs of its key.
+
+Invariant (I2): a manifest is created by a conditional create of its own, after all segments that it names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from nearkin_committer.open_blob import VersionContent
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.formats.blob_table import blob_id
+from nearkin_shared.formats.manifest import NO_PREVIOUS, Manifest
+from nearkin_shared.formats.message import BatchEnd, End, Envelope
+from nearkin_shared.kafka.tenant_context import TenantContext
+from nearkin_shared.objectstore.group_put import PARTS
+from nearkin_shared.observability import metrics
+from nearkin_shared.retention import retain_until_us
+from nearkin_shared.storage.heads import VersionHeads
+from nearkin_shared.storage.manifests import History, ManifestStore
+from nearkin_shared.types import Locations
+from nearkin_shared.utils.frozen import frozen
+
+
+@frozen
+class CommittedVersion:
+    """A version whose manifest is durable."""
+
+    manifest: Manifest
+    manifest_bytes: int
+
+
+def ends_of(batch: BatchEnd) -> list[End]:
+    """Return the end of each blob of a batch, as if it had been sent by itself."""
+    tenant = batch.envelope.tenant
+    return [
+        End(
+            Envelope(blob_id(batch.envelope.blob, number), tenant, one.key),
+            one.began_us,
+            one.origin,
+            one.size_bytes,
+            one.blake3,
+            segments=one.segments,
+            metadata=one.metadata,
+        )
+        for number, one in enumerate(batch.blobs)
+    ]
+
+
+Earlier = Callable[[End, list[int]], object | None]
+"""(end, versions of its key) -> the version that an earlier attempt committed, or None."""
+
+
+class BatchCommits:
+    """Creates the versions of batches. For one thread."""
+
+    def __init__(self, settings: Settings, manifests: ManifestStore, heads: VersionHeads, earlier: Earlier) -> None:
+        self._settings, self._manifests, self._heads, self._earlier = settings, manifests, heads, earlier
+        self._threads = ThreadPoolExecutor(PARTS, "nearkin-commit")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def commit(
+        self, lane: TenantContext, ends: Sequence[End], contents: Sequence[VersionContent]
+    ) -> list[CommittedVersion | None]:
+        """Return the version of each blob; None: to be committed by itself. Raises RetryableError."""
+        found: list[CommittedVersion | None] = [None] * len(ends)
+        if lane.collected.find_missing(Locations.join([content.segments for content in contents])) is not None:
+            return found  # by itself a blob without a missing segment is committed, and another one reported
+        left_out: set[str] = set()
+        for rows in _rows_by_turn(ends):
+            made = self._create(ends, contents, [row for row in rows if ends[row].envelope.key not in left_out])
+            for row, version in made.items():
+                found[row] = version
+            left_out.update(ends[row].envelope.key for row in rows if found[row] is None)
+        return found
+
+    def _create(
+        self, ends: Sequence[End], contents: Sequence[VersionContent], rows: Sequence[int]
+    ) -> dict[int, CommittedVersion]:
+        """Create the manifests of blobs of different keys; return those that were created."""
+        listed = self._each(self._manifests.histories, [ends[row].envelope for row in rows])
+        manifests = {}
+        for row, histories in zip(rows, listed, strict=True):
+            if not histories or self._earlier(ends[row], sorted(histories)) is None:
+                manifests[row] = self._manifest(ends[row], contents[row], histories)
+        sizes = self._manifests.put_many(list(manifests.values()), self._threads)
+        made = {}
+        for (row, manifest), manifest_bytes in zip(manifests.items(), sizes, strict=True):
+            if manifest_bytes is not None:
+                metrics.count_committed(contents[row].ledger, manifest_bytes, manifest.seconds)
+                made[row] = CommittedVersion(manifest, manifest_bytes)
+        return made
+
+    def _each(
+        self, listing: Callable[[str, str], dict[int, History]], envelopes: Sequence[Envelope]
+    ) -> Iterable[dict[int, History]]:
+        """Return the versions of each key; a store far away is asked by several threads."""
+        mapped = self._threads.map if self._manifests.objects.far else map
+        return mapped(listing, [one.tenant for one in envelopes], [one.key for one in envelopes])
+
+    def _manifest(self, end: End, content: VersionContent, histories: Mapping[int, History]) -> Manifest:
+        tenant, key, now_us = end.envelope.tenant, end.envelope.key, time.time_ns() // 1000
+        taken = self._heads.highest_taken(tenant, key)
+        if taken:
+            self._heads.warn_if_removed(tenant, key, histories)
+        return Manifest(
+            tenant=tenant,
+            key=key,
+            version=max((taken, *histories)) + 1,
+            created_us=now_us,
+            retain_until_us=retain_until_us(self._settings.retention, tenant, key, now_us, self._manifests.known_time),
+            size_bytes=end.size_bytes,
+            blake3=end.blake3,
+            sha256=None,
+            seconds=round(max(0, now_us - end.began_us) / 1e6, 3),
+            ledger=content.ledger,
+            segments=content.segments,
+            known=content.known,
+            metadata=dict(end.metadata),
+            origin=end.origin,
+            lengths=content.lengths,
+            previous=self._manifests.find_previous(tenant, key, histories) if histories else NO_PREVIOUS,
+        )
+
+
+def _rows_by_turn(ends: Sequence[End]) -> list[list[int]]:
+    """Return the rows of the first blob of every key, then of the second ones, and so on."""
+    turns: list[list[int]] = []
+    counts = Counter[str]()
+    for row, end in enumerate(ends):
+        number = counts[end.envelope.key]
+        counts[end.envelope.key] += 1
+        if number == len(turns):
+            turns.append([])
+        turns[number].append(row)
+    return turns

@@ -1,0 +1,109 @@
+"""Test which of the received records a worker takes in one step: few batches, and nothing of lost partitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.formats.blob_table import BatchedBlob
+from nearkin_shared.formats.message import Batch, Envelope, Frame, encode
+from nearkin_shared.kafka import consumer_loop
+from nearkin_shared.kafka.consumer_loop import BATCHES_MAX, Loop
+
+NOTHING = np.zeros(0, np.uint8)
+BATCH = encode(Batch(Envelope(bytes(16), "t", "k", blobs=1), (BatchedBlob("k", 0, bytes(32), bytes(16), 1),), NOTHING))
+FRAME = encode(Frame(Envelope(bytes(16), "t", "k"), NOTHING))
+
+
+@dataclass
+class Received:
+    """A message as the client gives it."""
+
+    at: int
+    content: bytes
+    part: int = 0
+
+    def topic(self) -> str:
+        return "frames"
+
+    def value(self) -> bytes:
+        return self.content
+
+    def error(self) -> None:
+        return None
+
+    def headers(self) -> None:
+        return None
+
+    def partition(self) -> int:
+        return self.part
+
+    def offset(self) -> int:
+        return self.at
+
+    def key(self) -> bytes:
+        return b""
+
+    def leader_epoch(self) -> int:
+        return 0
+
+    def timestamp(self) -> tuple[int, int]:
+        return 0, 0
+
+
+class Client:
+    """A consumer that has `waiting` messages."""
+
+    def __init__(self, waiting: list[Received]) -> None:
+        self.waiting = waiting
+
+    def poll(self, seconds: float) -> Received | None:
+        return self.waiting.pop(0) if self.waiting else None
+
+    def consume(self, count: int, seconds: float) -> list[Received]:
+        found, self.waiting[:] = self.waiting[:count], self.waiting[count:]
+        return found
+
+    def incremental_unassign(self, parts: object) -> None:
+        pass
+
+    def commit(self, **_: object) -> None:
+        pass
+
+
+def loop_over(monkeypatch: Any, waiting: list[Received]) -> Loop:
+    client = Client(waiting)
+    monkeypatch.setattr(consumer_loop, "consumer", lambda *_, **__: client)
+    handler: Any = None
+    return Loop(Settings(), "chunker", "frames", "w", handler)
+
+
+def test_step_takes_few_batches_and_the_rest_later(monkeypatch: Any) -> None:
+    """A PUT behind many batches must not wait until one step has processed all of them."""
+    waiting = [Received(at, BATCH) for at in range(2 * BATCHES_MAX)] + [Received(2 * BATCHES_MAX, FRAME)]
+    loop = loop_over(monkeypatch, waiting)
+    assert [record.offset for record in loop._take()] == list(range(BATCHES_MAX))
+    assert [record.offset for record in loop._take()] == list(range(BATCHES_MAX, 2 * BATCHES_MAX + 1))
+    assert loop._take() == []
+
+
+def test_held_records_of_a_lost_partition_are_dropped(monkeypatch: Any) -> None:
+    """Its next owner reads them: they are above the committed offset."""
+    loop = loop_over(monkeypatch, [Received(at, BATCH, part=at % 2) for at in range(3 * BATCHES_MAX)])
+    loop._take()
+    part: Any = Received(0, b"", part=1)
+    part.partition = 1
+    loop._forget([part])
+    assert {record.partition for record in loop._take()} == {0}
+
+
+def test_paused_loop_takes_no_held_records(monkeypatch: Any) -> None:
+    loop = loop_over(monkeypatch, [Received(at, BATCH) for at in range(2 * BATCHES_MAX)])
+    loop._take()
+    loop._paused = True
+    assert loop._take() == []
+    loop._paused = False
+    assert len(loop._take()) == BATCHES_MAX

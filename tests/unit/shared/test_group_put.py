@@ -1,0 +1,90 @@
+"""Test that a group of new objects is written as each object would be by itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.formats.parity_object import Scheme
+from nearkin_shared.objectstore import group_put
+from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
+from nearkin_shared.objectstore.group_put import put_new_many
+from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.objectstore.parity import ParityObjectStore
+
+ITEMS = [(f"manifests/{number % 5:02x}/{number:04x}/0001.nkm", b"bytes %d" % number) for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(group_put.PARTS) as found:
+        yield found
+
+
+@pytest.mark.parametrize("kind", ["folder", "plain", "parity", "memory"])
+def test_group_creates_only_what_is_free(tmp_path: Path, threads: ThreadPoolExecutor, kind: str) -> None:
+    folder: ObjectStore = LocalObjectStore(tmp_path) if kind != "memory" else memory_objects()
+    objects = (
+        ParityObjectStore(folder, Scheme(4, 2) if kind == "parity" else None) if kind in ("plain", "parity") else folder
+    )
+    objects.put_new(ITEMS[7][0], b"of another writer")
+    created = put_new_many(objects, ITEMS, threads)
+    assert created == [number != 7 for number in range(40)]
+    for number, (name, data) in enumerate(ITEMS):
+        assert objects.get(name) == (data if number != 7 else b"of another writer")
+    assert not any(put_new_many(objects, ITEMS, threads))
+    assert not list(tmp_path.glob("tmp/*"))
+    assert (len(list(objects.names("parity"))) > 0) == (kind == "parity")
+
+
+def test_group_syncs_each_file_and_folder(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name must not be reported before its file, its folder and the folder above were synced."""
+    synced: list[Path] = []
+    sync = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    put_new_many(LocalObjectStore(tmp_path), ITEMS, threads)
+    assert sum(path.parent == tmp_path / "tmp" for path in synced) == len(ITEMS)
+    folders = {(tmp_path / name).parent for name, _ in ITEMS}
+    assert folders | {folder.parent for folder in folders} <= set(synced)
+    last_file = max(at for at, path in enumerate(synced) if path.parent == tmp_path / "tmp")
+    assert folders <= set(synced[last_file:]), "a folder was synced before its name was in it"
+
+
+def test_group_without_durable_names_leaves_none(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    objects = LocalObjectStore(tmp_path)
+    objects.put_new(ITEMS[7][0], b"of another writer")
+    monkeypatch.setattr(group_put, "sync_folder", fail)
+    with pytest.raises(StoreUnavailable):
+        put_new_many(objects, ITEMS, threads)
+    assert [name for name, _ in objects.names("manifests")] == [ITEMS[7][0]]
+
+
+def test_group_whose_files_are_not_synced_is_written_one_by_one(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may sweep the scratch folder: `put_new` then writes the file again."""
+
+    def fail(path: str) -> None:
+        raise FileNotFoundError(2, "swept")
+
+    objects = LocalObjectStore(tmp_path)
+    monkeypatch.setattr(group_put, "_sync_file", fail)
+    assert all(put_new_many(objects, ITEMS, threads))
+    assert dict(ITEMS) == {name: objects.get(name) for name, _ in ITEMS}
