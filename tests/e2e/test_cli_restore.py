@@ -165,10 +165,11 @@ def test_restore_counts_attributes_that_cannot_be_set(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout, as_json.returncode) == (3, b"", 3)
     assert done.stderr == (
+        b"nearkin: group not set on 2 entries, the first /a: group cannot be set: operation not permitted\n"
         b"nearkin: owner not set on 2 entries, the first /a: owner cannot be set: operation not permitted\n"
     )
     answer = json.loads(as_json.stdout)
-    assert (answer["unset"], answer["failed"], answer["problems"]) == ({"owner": 2}, 0, [])
+    assert (answer["unset"], answer["failed"], answer["problems"]) == ({"owner": 2, "group": 2}, 0, [])
 
 
 def test_restore_reports_entries_that_cannot_be_written(store: Path, tmp_path: Path, call: InProcess) -> None:

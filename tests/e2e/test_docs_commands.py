@@ -41,7 +41,7 @@ def shown_commands(page: str) -> Iterator[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with the files and programs that the pages mention."""
-    for name in ("db.dump", "home/kim/one.jpg"):
+    for name in ("db.dump", "home/ana/one.jpg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(noise(50_000, name).tobytes())
     (tmp_path / "bin").mkdir()

@@ -104,7 +104,7 @@ def pages_with(*languages: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with the files that the pages name."""
-    for name in ("db.dump", "var/backups/db.dump", "home/kim/one.jpg", "home/kim/notes.txt"):
+    for name in ("db.dump", "var/backups/db.dump", "home/ana/one.jpg", "home/ana/notes.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(noise(50_000, name).tobytes())
     for name in ("mnt/backups", "tmp", "var/lib"):
