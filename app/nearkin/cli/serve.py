@@ -113,7 +113,7 @@ def _announce(url: str, token: str | None, *, as_json: bool) -> None:
 @click.group(cls=AsWrittenGroup)
 @shared_options
 def token() -> None:
-    """Make, list and revoke the tokens of a gateway, and set quotas of tenants.
+    """Make, list and revoke the tokens of a gateway; set quotas.
 
     nearkin token create --file tokens.json --tenant shop --scope read --scope write
     NEARKIN_AUTH__TOKENS_FILE=tokens.json nearkin token list
