@@ -1,3 +1,4 @@
+# size: what a form shows, apart from the pages that show it
 """Describe run-time settings as fields of a form.
 
 Invariant: a field lists the values that the setting accepts; the API validates them.
@@ -11,8 +12,6 @@ from nearkin_shared.config.runtime import rule_of
 from nearkin_shared.config.settings import HOT_FIELDS, Settings
 from nearkin_shared.config.validators import NameChoice, NumberRange
 from nearkin_shared.utils.frozen import frozen
-
-UNITS = {"_bytes": "bytes", "_seconds": "seconds", "_hours": "hours", "_days": "days", "_bits": "bits"}
 
 
 @frozen
@@ -28,11 +27,6 @@ class SettingField:
     choices: tuple[str, ...] = ()
     least: int | None = None
     most: int | None = None
-
-    @property
-    def unit(self) -> str:
-        """Return the unit of a number, by the end of its name; empty for counts and names."""
-        return next((unit for end, unit in UNITS.items() if self.field.endswith(end)), "")
 
     @property
     def stops_service(self) -> bool:
