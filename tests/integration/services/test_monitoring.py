@@ -310,7 +310,7 @@ def test_topics_are_made_once_and_kept(sections: dict[str, dict[str, Any]], tmp_
     assert (len(make_consumer), changed) == (9, [])
     assert prepared(retention_hours=48) == ([], [])
     assert frames in prepared(retention_hours=72)[1]
-    assert prepared(retention_hours=72) == ([], [])
+    until(lambda: prepared(retention_hours=72) == ([], []))  # a busy broker still reports the former value
     with pytest.raises(ConfigError, match=r'kafka.partitions "3": topic .* has 2'):
         prepared(partitions=3)
     settings = load(None, {"kafka": sections["kafka"]})[0]
