@@ -406,7 +406,7 @@ class ChunkerHandler:
                 headers = headers_of("chunker", "segments", envelope, None)
                 self._outbox.send("segments", envelope.blob, encode(Segments(envelope, some)), headers)
                 position, sequence = position + some.logical_bytes, sequence + some.segments
-            failpoint("cut.sent")
+            failpoint("cut.batch-sent")
             headers = headers_of("chunker", "batch_end", last.envelope, None)
             self._outbox.send("segments", last.envelope.blob, encode(last), headers)
 

@@ -277,17 +277,17 @@ class CommitterHandler:
         lane = self._lanes[batch.envelope.tenant]
         ends, contents = ends_of(batch), split_content(blob, batch)
         made = self._batches.commit(lane, ends, contents)  # 1
-        failpoint("version.manifest")
+        failpoint("batch.manifest")
         made = self._confirmed(lane, batch, made)
         self._catalogue_all(lane, [version for version in made if version is not None])  # 2
-        failpoint("version.catalogued")
+        failpoint("batch.catalogued")
         for end, content, version, one in zip(ends, contents, made, batch.blobs, strict=True):
             if version is None:
                 self._commit_alone(end, content, record, one.traceparent)
                 continue
             ledger = content.ledger + self._stored_bytes(version.manifest, version.manifest_bytes)
             self._publish_committed(end, version.manifest, ledger, one.traceparent)  # 3
-        failpoint("version.sent")
+        failpoint("batch.sent")
 
     def _confirmed(
         self, lane: TenantContext, batch: BatchEnd, made: list[CommittedVersion | None]

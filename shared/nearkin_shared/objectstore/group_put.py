@@ -79,7 +79,7 @@ def put_in_folder(folder: LocalObjectStore, items: Items, threads: Executor) -> 
 
     Raises StoreUnavailable if a name could not be made durable.
     """
-    failpoint("object.begun")
+    failpoint("group.begun")
     temporaries: dict[int, str] = {}
     finals: dict[int, str] = {}
     above, ready = dict[str, None](), set[str]()
@@ -95,10 +95,10 @@ def put_in_folder(folder: LocalObjectStore, items: Items, threads: Executor) -> 
             _each(_sync_file, [temporaries[number] for number in finals], threads)  # 3
         except OSError:
             return [None] * len(items)
-        failpoint("object.synced")
+        failpoint("group.synced")
         created = _link_all(folder, temporaries, finals, len(items))  # 4
         _sync_folders(list(above), [finals[number] for number in finals if created[number]], threads)  # 5
-        failpoint("object.durable")
+        failpoint("group.durable")
     except OSError as err:
         raise unavailable(items[0][0], err) from err
     finally:

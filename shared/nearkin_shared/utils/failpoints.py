@@ -38,6 +38,10 @@ STORE_POINTS: Final = MappingProxyType(
         "object.scratch-removed": "the temporary name is removed",
         "object.durable": "the object's name is durable",
         "object.folder-made": "a folder was created that is not durable",
+        # objects written together (nearkin_shared.objectstore.group_put)
+        "group.begun": "nothing of a group of objects is written",
+        "group.synced": "the bytes of a group of objects are durable",
+        "group.durable": "the names of a group of objects are durable",
         "object.unlinked": "an object's name is removed; the removal is not durable",
         "object.removed": "the removal of an object is durable",
         "object.replaced": "an object was replaced; the replacement is not durable",
@@ -133,6 +137,8 @@ SERVICE_POINTS: Final = MappingProxyType(
         "worker.committed": "5 offsets are committed",
         # chunker, dedup, resemblance (nearkin_chunker.handler, relaying)
         "cut.sent": "3 segments of a blob are sent, none acknowledged",
+        "cut.batch-sent": "3 segments of a batch are sent, none acknowledged",
+        "sparse.sent": "3 sparse segments of a blob are sent, none acknowledged",
         "relay.sent": "3 the results of messages are sent, none acknowledged",
         # delta (nearkin_delta.handler)
         "place.container": "1 a container is durable",
@@ -140,6 +146,9 @@ SERVICE_POINTS: Final = MappingProxyType(
         "place.sent": "3 its messages are sent, not acknowledged",
         "place.flushed": "4 its messages are acknowledged",
         # committer (nearkin_committer.handler)
+        "batch.manifest": "1 the manifests of a batch are durable",
+        "batch.catalogued": "2 the versions of a batch are in the index",
+        "batch.sent": "3 the events of a batch are sent, none acknowledged",
         "version.manifest": "1 a version's manifest is durable",
         "version.catalogued": "2 the version is in the catalog",
         "version.sent": "3 its event is sent, not acknowledged",

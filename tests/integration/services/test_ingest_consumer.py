@@ -363,6 +363,7 @@ def test_redelivered_record_has_the_same_origin(world: World, monkeypatch: pytes
 
     def die_first(self: IngestConsumer) -> None:
         if self._done and not killed.is_set():
+            self._batches.send_all(self._partitions)
             self._outbox.flush()
             self._done.clear()
             killed.set()
