@@ -327,7 +327,7 @@ def _check(place: Path, oracle: Oracle, chosen: Settings, workload: Workload) ->
 
 
 def _compare(store: Store, oracle: Oracle) -> None:
-    broken = oracle.broken  # a repair has still to mend it
+    broken = oracle.broken  # not repaired yet
     if broken is None or not broken.manifest:
         oracle.settle(inspection.inspect(store))
     if broken is not None:

@@ -1,4 +1,4 @@
-# size: what a form shows, apart from the pages that show it
+# size: fields of a form, apart from the pages that show them
 """Describe run-time settings as fields of a form.
 
 Invariant: a field lists the values that the setting accepts; the API validates them.
