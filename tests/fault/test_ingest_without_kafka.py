@@ -6,10 +6,12 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from confluent_kafka import KafkaException
+from confluent_kafka import KafkaException, TopicPartition
 
 from nearkin_ingest import __main__ as ingest_main
 from nearkin_ingest import consumer as ingest_consumer
@@ -37,6 +39,20 @@ def test_record_waits_for_kafka_to_describe_its_topic(silent_port: int, monkeypa
         worker._one(UserRecord("t", 0, 7, b"k", b"value"))
     assert worker._done == {}
     assert worker._outbox.acknowledged_messages == 0
+
+
+def test_batch_of_a_lost_partition_is_sent_at_once(silent_port: int) -> None:
+    """Sent with the records of hours later, a version that was deleted meanwhile would come back."""
+    changes = {"kafka": {"bootstrap_servers": f"127.0.0.1:{silent_port}"}, "ingest": {"topics": ["t"]}}
+    worker = IngestConsumer(with_changes(Settings(), changes), None, "w", None)
+    worker._mine, worker._topic_ids = {("t", 0)}, {"t": "id"}
+    assert worker._one(UserRecord("t", 0, 7, b"k", b"value"))
+    client: Any = SimpleNamespace(incremental_unassign=lambda _: None)
+    worker._lost(client, [TopicPartition("t", 0)])
+    assert worker._outbox.sent_messages == 0
+    worker._settle()
+    assert worker._outbox.sent_messages == 1
+    assert worker._done == {}
 
 
 @pytest.mark.parametrize(("is_stopped", "code"), [(True, 0), (False, 1)])

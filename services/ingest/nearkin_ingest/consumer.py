@@ -342,9 +342,9 @@ class IngestConsumer:
 
     def _settle(self) -> None:
         """Flush, then commit the offsets of completed records. Raises StoreUnavailable."""
+        self._batches.send_all(self._partitions)  # also those whose partition was lost: later they would be too late
         if not self._done:
             return
-        self._batches.send_all(self._partitions)
         self._outbox.flush()
         done, self._done = self._done, {}
         offsets = [
