@@ -21,6 +21,7 @@ from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.formats.blob_table import BatchedBlob, blob_id
 from nearkin_shared.formats.head_record import Heads, encode_heads
+from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.message import BatchEnd, End, Envelope, Placed, decode, encode
 from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.index.redis import RedisIndex
@@ -503,4 +504,44 @@ def test_batch_of_damaged_content_fails_each_blob(log: Log) -> None:
     second = replace(end.blobs[1], size_bytes=end.blobs[1].size_bytes + 1)
     log.records[1] = replace(log.records[1], value=encode(replace(end, blobs=(first, second))))
     assert log.read() == {"a": "failed", "b": "failed"}
+    assert not log.manifests.versions("t", "a")
+
+
+def test_batch_of_one_key_reads_each_version_once(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for an earlier attempt read all versions of the key for each blob: 32,640 manifests for 256 blobs."""
+    reads: list[int] = []
+    get = log.manifests.get
+
+    def counted(tenant: str, key: str, version: int) -> Manifest:
+        reads.append(version)
+        return get(tenant, key, version)
+
+    monkeypatch.setattr(log.manifests, "get", counted)
+    log.begin()
+    add_batch(log, "a" * 48)
+    add_batch(log, "a" * 16, bytes(range(16)), 33)
+    add_batch(log, "a" * 16, bytes(range(1, 17)), 101)
+    assert log.read() == {"a": "committed"}
+    assert len(reads) <= 48 + 16 + 16, "at most once each, and those that come again"
+    monkeypatch.undo()
+    assert origins_of(log, "a") == [*range(1, 49), *range(101, 117)]
+
+
+def test_batch_of_empty_blobs_makes_versions(log: Log) -> None:
+    """A batch whose blobs are all empty has no segments, so its end is its only message."""
+    of_all = Envelope(BATCH, "t", "a", blobs=2)
+    empty = [BatchedBlob(key, 0, bytes(32), blob_of(at), BEGAN_US, {}, None, 0) for at, key in enumerate("ab", 1)]
+    log._add(0, BatchEnd(of_all, tuple(empty)))
+    assert log.read() == {"a": "committed", "b": "committed"}
+    assert log.manifests.get("t", "b", 1).size_bytes == 0
+
+
+def test_batch_end_of_another_tenant_makes_no_version(log: Log) -> None:
+    """A batch has one tenant: the end of another tenant's batch with its id names none of its segments (I9)."""
+    add_batch(log, "ab")
+    end = decode(log.records[1].value, "end")
+    assert isinstance(end, BatchEnd)
+    log.records[1] = replace(log.records[1], value=encode(replace(end, envelope=replace(end.envelope, tenant="other"))))
+    assert log.read() == {}
+    assert not log.manifests.versions("other", "a")
     assert not log.manifests.versions("t", "a")

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from nearkin_committer.batch_commit import BatchCommits, CommittedVersion, ends_of
 from nearkin_committer.open_blob import BlobName, OpenBlob, VersionContent, assemble_content, split_content
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import Corrupt, NotFound, PermanentError, PreconditionFailed, RetryableError
+from nearkin_shared.errors import Corrupt, PermanentError, PreconditionFailed, RetryableError
 from nearkin_shared.formats.manifest import Manifest, moment_of
 from nearkin_shared.formats.message import BatchEnd, End, Envelope, Placed
 from nearkin_shared.index.protocols import SupportsReports
@@ -41,7 +41,7 @@ from nearkin_shared.preconditions import PRECONDITION
 from nearkin_shared.results import Ledger
 from nearkin_shared.results_json import info_json, ledger_json
 from nearkin_shared.retention import retain_until_us
-from nearkin_shared.storage.committed_origins import BlobOrigin
+from nearkin_shared.storage.committed_origins import BlobOrigin, CommittedOrigins
 from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import History, ManifestStore
 from nearkin_shared.types import Locations
@@ -104,6 +104,7 @@ class CommitterHandler:
         self._backlog = backlog
         self._manifests = manifests
         self._heads = VersionHeads(manifests.objects)
+        self._origins = CommittedOrigins(manifests.get, older_max=0)
         self._batches = BatchCommits(settings, manifests, self._heads, self._earlier)
         self._lanes = lanes
         self._outbox = Outbox(settings, f"{worker}-committed", authenticator)
@@ -460,26 +461,14 @@ class CommitterHandler:
     def _earlier(self, end: End, versions: list[int]) -> tuple[Manifest, int] | None:
         """Return the version with this origin; search back to the first attempt.
 
-        An upload with an `Idempotency-Key`, or a resumable one, may have been committed hours ago: manifests are read
-        once per process then, the newest EARLIER_VERSIONS_MAX of the key at most.
+        Manifests are read once per process. An upload with an `Idempotency-Key`, or a resumable one, may have been
+        committed hours ago: the newest EARLIER_VERSIONS_MAX of the key are searched then, at most.
         """
-        if end.first_attempt_us is not None:
-            origin = BlobOrigin(end.origin, min(end.first_attempt_us, end.began_us))
-            manifest = self._manifests.origins.find(
-                end.envelope.tenant, end.envelope.key, versions, origin, EARLIER_VERSIONS_MAX
-            )
-            return None if manifest is None else (manifest, self._manifests.size_bytes(manifest))
-        for version in reversed(versions):
-            try:
-                found = self._manifests.get(end.envelope.tenant, end.envelope.key, version)
-            except (NotFound, Corrupt) as err:
-                _log.warning("blob %s: earlier version %d not readable: %s", end.envelope.blob.hex(), version, err)
-                continue
-            if found.origin == end.origin:
-                return found, self._manifests.size_bytes(found)
-            if found.created_us < end.began_us - CLOCK_SKEW_US:
-                return None
-        return None
+        tenant, key, is_long_ago = end.envelope.tenant, end.envelope.key, end.first_attempt_us is not None
+        origin = BlobOrigin(end.origin, min(end.first_attempt_us or end.began_us, end.began_us))
+        known = self._manifests.origins if is_long_ago else self._origins
+        manifest = known.find(tenant, key, versions, origin, EARLIER_VERSIONS_MAX if is_long_ago else len(versions))
+        return None if manifest is None else (manifest, self._manifests.size_bytes(manifest))
 
     def _fail(
         self, blob: OpenBlob, failure: str, traceparent: bytes | None, reason: str | None = None

@@ -58,9 +58,13 @@ class _KeyOrigins:
 class CommittedOrigins:
     """Versions of a store by origin. Safe between threads."""
 
-    def __init__(self, read: Callable[[str, str, int], Manifest]) -> None:
-        """Search manifests through `read`, which raises NotFound, Corrupt or StoreUnavailable."""
+    def __init__(self, read: Callable[[str, str, int], Manifest], older_max: int | None = None) -> None:
+        """Search manifests through `read`, which raises NotFound, Corrupt or StoreUnavailable.
+
+        `older_max`: in place of OLDER_MAX.
+        """
         self._read = read
+        self._older_max = older_max
         self._keys: OrderedDict[tuple[str, str], _KeyOrigins] = OrderedDict()
         self._count = 0
         self.after_fork()
@@ -118,7 +122,7 @@ class CommittedOrigins:
             if manifest.origin != NO_ORIGIN:
                 found.versions[manifest.origin] = min(version, found.versions.get(manifest.origin, version))
             older += manifest.created_us < found.from_us
-            if older > OLDER_MAX:
+            if older > (OLDER_MAX if self._older_max is None else self._older_max):
                 break
         found.newest = max(found.newest, *versions)
 
