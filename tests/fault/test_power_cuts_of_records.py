@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from nearkin_shared.formats.parity_object import scheme_of
 from nearkin_shared.objectstore import base as objectstore_base
 from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.objectstore.factory import as_set
+from nearkin_shared.objectstore.group_put import put_new_many
 from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.storage.scrub_progress import ScrubState, ScrubStates
@@ -370,6 +372,32 @@ class UploadActions:
         return self.opened(root).create(self.meta(partial=True))
 
 
+# --- groups of new objects -------------------------------------------------------------------------------------------
+
+GROUPS = {name: [(f"manifests/{key:02x}/{name}{key}/0001.nkm", name.encode() * 400) for key in (1, 2)] for name in "ab"}
+"""Each group makes the folder of a key in a folder that another group uses, too."""
+
+
+def put_group(root: Path, name: str) -> list[bool]:
+    with ThreadPoolExecutor(1) as threads:  # one: the order of the recorded steps is that of the objects
+        return put_new_many(LocalObjectStore(root), GROUPS[name], threads)
+
+
+def check_groups(root: Path, done: Results, begun: str | None) -> None:
+    """Check that each object of an acknowledged group is whole, and each of an interrupted one whole or not there."""
+    objects = LocalObjectStore(root)
+    for name in (*done, *([begun] if begun is not None else [])):
+        for path, data in GROUPS[name]:
+            try:
+                assert objects.get(path) == data, path
+            except NotFound:
+                assert name not in done, path
+
+
+GROUP_PUTS = RecordWorkload(
+    {"a": lambda root, _: put_group(root, "a"), "b": lambda root, _: put_group(root, "b")}, check_groups
+)
+
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 WORKLOADS: Mapping[str, RecordWorkload] = {
@@ -400,3 +428,10 @@ def test_unsynced_record_names_are_found(memory_folder: Path, name: str, monkeyp
         monkeypatch.setattr(module, "sync_folder", lambda _: None)
     with pytest.raises(Violation, match="power cut after step"):
         explore_records(memory_folder, WORKLOADS[name])
+
+
+def test_cut_during_a_group_of_new_objects(memory_folder: Path) -> None:
+    """The manifests of a batch are whole once their group is acknowledged, and never there in part."""
+    explored = explore_records(memory_folder, GROUP_PUTS)
+    assert explored.prefixes > 20
+    assert explored.worlds > 8

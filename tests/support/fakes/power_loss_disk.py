@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nearkin_shared.objectstore import base as product_module
+from nearkin_shared.objectstore import group_put
 from nearkin_shared.utils import durable_files
 from nearkin_shared.utils.frozen import frozen
 
@@ -53,7 +54,7 @@ class Step:
 
 
 class RecordingOs:
-    """Replacement of `os` in nearkin_shared.objectstore.base: does and records each call, or fails the n-th."""
+    """Replacement of `os` in the modules that write objects: does and records each call, or fails the n-th."""
 
     def __init__(self, root: Path, fail_at: int = 0, error: int = errno.ENOSPC) -> None:
         self._root = root
@@ -88,9 +89,15 @@ class RecordingOs:
             raise OSError(self._error, os.strerror(self._error))
 
     def open(self, path: str | Path, flags: int, mode: int = 0o777) -> int:
-        """Open; record a new file."""
+        """Open; record a new file. A file that is opened again to be synced is the same file."""
         if not flags & os.O_CREAT:
-            return os.open(path, flags, mode)
+            with self._lock:
+                descriptor = os.open(path, flags, mode)
+                within = Path(path).is_relative_to(self._root)
+                file = self._paths.get(self._relative(path)) if within else None
+                if file is not None:
+                    self._descriptors[descriptor] = file
+                return descriptor
         with self._lock:
             self._count()
             descriptor = os.open(path, flags, mode)
@@ -175,7 +182,7 @@ class RecordingOs:
 def recording(root: Path, fail_at: int = 0, error: int = errno.ENOSPC) -> Iterator[RecordingOs]:
     """Put a RecordingOs under every LocalObjectStore, and under key and token files, within the block."""
     layer = RecordingOs(root, fail_at, error)
-    before = [(vars(module), vars(module)["os"]) for module in (product_module, durable_files)]
+    before = [(vars(module), vars(module)["os"]) for module in (product_module, group_put, durable_files)]
     for names, _ in before:
         names["os"] = layer
     try:
