@@ -66,6 +66,8 @@ class Report:
     created: int = 0
     accepted: int = 0
     deleted: int = 0
+    records: int = 0
+    """Records of the user's topic that have to be stored."""
     cut: int = 0
     seconds: float = 0.0
     settle_seconds: float = 0.0
@@ -214,7 +216,7 @@ class Promises:
                     problems.append(f"{put.key} version {version}: {answer.status_code}, other bytes than were put")
                 if client.get(f"/v1/blobs/{put.key}", params={"version": version + 1}).status_code != 404:
                     problems.append(f"{put.key}: committed twice")
-            listed = _list_versions(client, "chaos/")
+            listed = list_versions(client, "chaos/")
             if listed != expected:
                 problems.append(
                     f"listed: lost {sorted(expected - listed)[:5]}, from nowhere {sorted(listed - expected)[:5]}"
@@ -232,7 +234,7 @@ class Promises:
         for service, name in GROUPS:
             reader = consumer(pipeline.settings, group(pipeline.settings, service), "chaos-lag")
             while (
-                lag := _lag(reader, topic(pipeline.settings, name), pipeline.settings.kafka.partitions)
+                lag := group_lag(reader, topic(pipeline.settings, name), pipeline.settings.kafka.partitions)
             ) and time.monotonic() < deadline:
                 time.sleep(0.5)
             reader.close()
@@ -240,7 +242,7 @@ class Promises:
                 problems.append(f"{service} is {lag} messages behind on {name}")
 
 
-def _list_versions(client: httpx.Client, prefix: str) -> set[tuple[str, int]]:
+def list_versions(client: httpx.Client, prefix: str) -> set[tuple[str, int]]:
     """Return (key, version) of all listed versions, page by page."""
     found: set[tuple[str, int]] = set()
     after = ""
@@ -270,7 +272,7 @@ def _outcome(client: httpx.Client, accepted: str, deadline: float) -> dict[str, 
         time.sleep(0.2)
 
 
-def _lag(reader: Consumer, full: str, partitions: int) -> int:
+def group_lag(reader: Consumer, full: str, partitions: int) -> int:
     """Return the number of messages that a group has not processed."""
     parts = reader.committed([TopicPartition(full, number) for number in range(partitions)], timeout=10)
     behind = 0
