@@ -9,6 +9,7 @@ one S3 server for each worker; the same holds topic_prefix, key_prefix, bucket  
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import signal
@@ -72,6 +73,19 @@ def needed() -> Iterator[None]:
         if os.environ.get("CI"):
             pytest.fail(str(missing))
         pytest.skip(str(missing))
+
+
+@pytest.fixture(autouse=True)
+def log_levels_restored() -> Iterator[None]:
+    """Restore the levels of all loggers: commands and workers that a test runs in its process set them."""
+    known = logging.Logger.manager.loggerDict.values()
+    loggers = [logging.getLogger(), *(entry for entry in known if isinstance(entry, logging.Logger))]
+    before = [(logger, logger.level, logger.propagate, logger.disabled) for logger in loggers]
+    yield
+    logging.disable(logging.NOTSET)
+    for logger, level, propagate, disabled in before:
+        logger.setLevel(level)
+        logger.propagate, logger.disabled = propagate, disabled
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ OBJECT = ("object.written", "object.synced", "object.linked", "object.durable")
 DYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         GATEWAY: ("upload.begun", "upload.sent", "upload.durable", "delete.noted", "delete.marked"),
-        "chunker": (*LOOP, "cut.sent"),
+        "chunker": (*LOOP, "cut.sent", "cut.batch-sent", "sparse.sent"),
         "dedup": (*LOOP, "relay.sent"),
         "resemblance": (*LOOP, "relay.sent"),
         "delta": (
@@ -55,6 +55,9 @@ DYING: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "version.manifest",
             "version.catalogued",
             "version.sent",
+            "batch.manifest",
+            "batch.catalogued",
+            "batch.sent",
         ),
         "pipeline": (
             *LOOP,
