@@ -166,7 +166,7 @@ class KopiaServed(ServedPeer, Kopia):
         subprocess.run(
             ["openssl", *words, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True
         )
-        server = [*self.command, "server", "start", "--address", f"{LOOPBACK}:{port}", "--no-ui", "--without-password"]
+        server = [*self.command, "server", "start", "--address", f"{LOOPBACK}:{port}", "--no-ui"]
         server += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
         self._serve(started, server, port)
         shown = ["openssl", "x509", "-noout", "-fingerprint", "-sha256", "-in", str(certificate)]
