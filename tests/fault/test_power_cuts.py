@@ -22,7 +22,7 @@ SPECIAL = tuple(name for name, workload in WORKLOADS.items() if workload.passes)
 PLAIN = tuple(name for name in WORKLOADS if name not in SPECIAL)
 EXPLORED = PLAIN if ALL else ("put", "put of a group", "put + delete", "gc + put", "put + compaction")
 SAMPLE = ("encryption with parity", "repair from a copy", "repair of a manifest", "recompression")
-FAILED = PLAIN if ALL else ("put", "put + compaction", "put + rebuild")
+FAILED = PLAIN if ALL else ("put", "put + compaction", "put + rebuild", "gathering")
 
 
 @pytest.fixture

@@ -296,8 +296,7 @@ class LocalObjectStore:
         """Make an object's bytes durable under a temporary name, and let `give` rename it.
 
         A process that takes the store's lock sweeps the scratch folder. A pause, for example, is written without that
-        lock, and
-        then written again.
+        lock, and then written again.
         """
         for tries_left in reversed(range(SWEPT_TRIES_MAX)):
             temporary = self._scratch / f"{secrets.token_hex(8)}.part"
@@ -312,7 +311,8 @@ class LocalObjectStore:
             else:
                 return
             finally:
-                _remove(temporary)
+                with suppress(OSError):  # the next process that takes the lock sweeps it; the object may have its name
+                    _remove(temporary)
 
     def get(self, name: str) -> bytes:
         """Return a whole object.
