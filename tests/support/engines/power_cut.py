@@ -113,7 +113,7 @@ WORKLOADS: Mapping[str, Workload] = {
     "gathering": Workload((*_STEPS, Put((("a", 6),))), (Gc(2),), GATHERING, ("merge.container",)),
     "recompression": Workload(_STEPS, (Gc(2),), passes=("recompress.container",)),
     "rebase": Workload(
-        (*(Put((("a", number),)) for number in (1, 118, 61)), Delete("a", 1), Gc(2)),
+        (*(Put((("a", number),)) for number in (16, 33, 52)), Delete("a", 1), Gc(2)),
         (Gc(2),),
         {"gc": {"recompress_level": 0}},
         ("rebase.done",),
