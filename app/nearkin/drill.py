@@ -7,6 +7,7 @@ Invariant: nothing is left behind, and a version passes only if every chosen fil
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import secrets
@@ -31,10 +32,7 @@ from nearkin_shared.results import CONTENT_TYPE_TREE, VersionInfo
 from nearkin_shared.validation import CONTENT_TYPE
 
 if TYPE_CHECKING:
-    from nearkin.client.sync import RemoteStore
-    from nearkin.store import Store
-
-    AnyStore = Store | RemoteStore
+    from nearkin.store_copy import AnyStore
 
 DEFAULT_SHARE = 0.05
 CHOSEN_MAX = 1_000_000
@@ -43,6 +41,7 @@ MISMATCHES_MAX = 1000
 PIECE_BYTES = 1 << 20
 """Unit of the sample of a version of `put`."""
 READ_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -135,18 +134,26 @@ def run_drill(store: AnyStore, key: str, version: int, options: DrillOptions, co
 
 @contextmanager
 def _temporary_folder(parent: Path | None) -> Iterator[Path]:
-    """Yield a folder that is removed afterwards. Raises BadInput."""
+    """Yield a folder that is removed afterwards. Raises BadInput.
+
+    An error of the caller is raised as it is: a folder that cannot be removed as well is a warning then.
+    """
     try:
         name = tempfile.mkdtemp(prefix="nearkin-drill-", dir=parent)
     except OSError as err:
         raise BadInput(f'temporary folder "{parent or tempfile.gettempdir()}": {err.strerror}') from err
     try:
         yield Path(name)
-    finally:
+    except BaseException:
         try:
             _remove_folder(os.fsencode(name))
         except OSError as err:
-            raise BadInput(f'temporary folder "{name}": cannot be removed: {err.strerror}; remove it') from err
+            _log.warning("temporary folder not removed; remove it path=%s reason=%s", name, err.strerror)
+        raise
+    try:
+        _remove_folder(os.fsencode(name))
+    except OSError as err:
+        raise BadInput(f'temporary folder "{name}": cannot be removed: {err.strerror}; remove it') from err
 
 
 def _remove_folder(folder: bytes) -> None:

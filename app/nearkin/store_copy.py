@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from nearkin.client.sync import RemoteStore
     from nearkin.store import Store
 
+    AnyStore = Store | RemoteStore
+
 CREATED_METADATA = "nearkin-created"
 """Metadata entry with the creation time (ISO 8601, UTC) of a version that was copied to a server."""
 TREE_DIGEST_METADATA = "nearkin-tree-digest"
@@ -158,7 +160,7 @@ class Copier:
     def __init__(
         self,
         source: ReadableStore,
-        target: Store | RemoteStore,
+        target: AnyStore,
         *,
         skip_damaged: bool = False,
         progress: Progress | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from nearkin import open_store
+from nearkin import drill, open_store
+from nearkin_shared.errors import BadInput
 from tests.support.checks.commands import InProcess, assert_refused
 from tests.support.data.archives import archive_of, member
 from tests.support.data.stores import SMALL, settings
@@ -215,3 +217,24 @@ def test_drill_of_deep_folders_leaves_nothing_behind(store: Path, tmp_path: Path
     done = call("--store", store, "drill", "deep", "--all", "--temporary", tmp_path / "tmp")
     assert (done.returncode, report_of(done)["files"], report_of(done)["passed"]) == (0, 1, True)
     assert os.listdir(tmp_path / "tmp") == []
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_drill_error_is_kept_if_its_folder_stays(
+    fails: bool, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A temporary folder that cannot be removed replaces no error of the drill; it is named beside it."""
+    removed = os.rmdir
+
+    def rmdir(path: bytes | str, *, dir_fd: int | None = None) -> None:
+        if os.path.basename(os.fsencode(path)).startswith(b"nearkin-drill-"):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        removed(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    monkeypatch.setattr(drill, "CHOSEN_MAX", 1 if fails else 100)
+    options = drill.DrillOptions(share=0.999, temporary=tmp_path)
+    wanted = "sample: has more than 1 files" if fails else "cannot be removed: Device or resource busy"
+    with open_store(store) as opened, pytest.raises(BadInput, match=wanted):
+        drill.run_drill(opened, "home", 1, options, drill.DrillCounts())
+    assert ("temporary folder not removed" in caplog.text) == fails

@@ -23,7 +23,7 @@ from nearkin.cli.session import (
 from nearkin_shared.errors import BadInput
 
 if TYPE_CHECKING:
-    from nearkin.cli.tree_location import AnyStore
+    from nearkin.store_copy import AnyStore
     from nearkin.trees.backup_plan import PlannedCounts
     from nearkin.trees.backup_walk import BackupCounts, BackupOptions
     from nearkin.trees.exclusions import ExclusionOptions

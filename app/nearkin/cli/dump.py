@@ -14,7 +14,8 @@ from nearkin.cli.session import AsWritten, Session, complete_file, current_sessi
 from nearkin_shared.errors import BadInput
 
 if TYPE_CHECKING:
-    from nearkin.cli.tree_location import AnyStore, ResolvedLocation
+    from nearkin.cli.tree_location import ResolvedLocation
+    from nearkin.store_copy import AnyStore
     from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
 

@@ -14,7 +14,8 @@ from nearkin.cli.session import AsWritten, current_session, shared_options
 from nearkin_shared.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
-    from nearkin.cli.tree_location import AnyStore, ResolvedLocation
+    from nearkin.cli.tree_location import ResolvedLocation
+    from nearkin.store_copy import AnyStore
     from nearkin_shared.formats.tree_entry_group import TreeEntry
     from nearkin_shared.formats.tree_layout import TreeSummary
 

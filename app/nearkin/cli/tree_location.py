@@ -18,11 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from nearkin_shared.errors import BadInput, Corrupt, NotFound
 
 if TYPE_CHECKING:
-    from nearkin.client.sync import RemoteStore
-    from nearkin.store import Store
+    from nearkin.store_copy import AnyStore
     from nearkin_shared.reading.tree_reader import TreeReader
-
-    AnyStore = Store | RemoteStore
 
 CANDIDATES_MAX = 64
 """Splits that are tried; each costs a lookup of its key."""
