@@ -28,6 +28,8 @@ HEADER_BYTES_MAX = 8 << 20
 """Headers of one member: PAX records, long names and the map of a sparse file."""
 GLOBAL_BYTES_MAX = 64 << 10
 """Records of all global headers: the library keeps them, and copies them for each member."""
+GLOBAL_RECORDS_MAX = 256
+"""Their number: they are counted and copied for each member; programs write one to five."""
 SPARSE_BYTES_MAX = 16 << 40
 """Size of a file with holes: the largest file of ext4. An archive of 2 KB could name 8 EiB, which no reader can end."""
 DIGIT_STEPS_MAX = 100_000_000
@@ -198,6 +200,10 @@ def _member(info: tarfile.TarInfo, end: int, alter: Callable[[bytes, str], None]
 def _check_globals(archive: tarfile.TarFile, name: str) -> None:
     """Raise BadInput if global headers have too many records."""
     records = archive.pax_headers
+    if len(records) > GLOBAL_RECORDS_MAX:
+        raise BadInput(
+            f"{name}: its global PAX headers have more than {GLOBAL_RECORDS_MAX} records; nothing was stored"
+        )
     if records and sum(len(record) + len(value) for record, value in records.items()) > GLOBAL_BYTES_MAX:
         raise BadInput(f"{name}: its global PAX headers have more than {GLOBAL_BYTES_MAX:,} bytes; nothing was stored")
 

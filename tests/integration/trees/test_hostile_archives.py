@@ -16,7 +16,7 @@ from nearkin.store import Store, open_store
 from nearkin.trees import tar_import, tar_index, tar_members, tar_spool
 from nearkin.trees.stored_content import read_file
 from nearkin.trees.tar_import import ImportCounts
-from nearkin.trees.tar_members import GLOBAL_BYTES_MAX, SPARSE_BYTES_MAX
+from nearkin.trees.tar_members import GLOBAL_BYTES_MAX, GLOBAL_RECORDS_MAX, SPARSE_BYTES_MAX
 from nearkin.trees.tree_sinks import StreamSink
 from nearkin.trees.tree_writer import SIZE_BYTES_MAX, OwnerNames, TreeWriter
 from nearkin_shared.errors import BadInput, NoRoom
@@ -93,6 +93,18 @@ def test_global_headers_are_bounded(store: Store) -> None:
     assert len(imported(store, archive(30))[0]) == 31
     with pytest.raises(BadInput, match=f"global PAX headers have more than {GLOBAL_BYTES_MAX:,} bytes"):
         store.import_tar("key", io.BytesIO(archive(70)))
+
+
+def test_global_records_are_few(store: Store) -> None:
+    """They are counted and copied for each member: their number is bounded, however short they are."""
+
+    def archive(records: int) -> io.BytesIO:
+        head = tarfile.TarInfo.create_pax_global_header({f"{number:x}": "y" for number in range(records)})
+        return io.BytesIO(head + member("a").tobuf() + bytes(1024))
+
+    assert store.import_tar("key", archive(GLOBAL_RECORDS_MAX)).counts.files == 1
+    with pytest.raises(BadInput, match=f"global PAX headers have more than {GLOBAL_RECORDS_MAX} records"):
+        store.import_tar("key", archive(GLOBAL_RECORDS_MAX + 1))
 
 
 @pytest.mark.parametrize("record", ["9" * 5000, "root", "1_0", "", "0x0", "-1"])
