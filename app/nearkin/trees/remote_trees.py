@@ -77,10 +77,13 @@ def _is_unchanged(
 ) -> bool:
     """Return whether the newest version of a key has the entries of these folders.
 
-    Only entries are read from the server, and statuses from the folders.
+    Only entries are read from the server, and statuses from the folders. A version that another program stores, or
+    deletes, during the walk leaves the compared one without meaning.
     """
     try:
-        return TreeComparison(paths, options, counts).is_unchanged(open_remote_tree(store, key))
+        number = store.info(key).version
+        is_unchanged = TreeComparison(paths, options, counts).is_unchanged(open_remote_tree(store, key, number))
+        return is_unchanged and store.info(key).version == number
     except (NotFound, Corrupt, FormatTooNew):  # whatever it is, a new version is stored
         return False
 
@@ -130,8 +133,8 @@ def restore_remote(
     counts: RestoreCounts,
 ) -> RestoreCounts:
     """Restore a tree from a server. Raises as `Store.restore` does."""
-    reader = open_remote_tree(store, key, version)
-    number = store.info(key, version).version
+    number = store.info(key, version).version  # one version for entries and contents: another may become the newest
+    reader = open_remote_tree(store, key, number)
     restore = TreeRestore(
         reader, lambda start, stop: store.get(key, number, start=start, stop=stop).pieces(), target, options, counts
     )

@@ -71,9 +71,17 @@ class TreeComparison(BackupWalk):
             counts.reused_bytes += entry.content_bytes
             return self._comparison.is_unchanged(status, entry) and _has_status(entry, status, kind)
         counts.others += 1
-        if kind == EntryKind.SYMLINK and os.readlink(entry.name, dir_fd=listed.descriptor) != entry.target:
+        if kind == EntryKind.SYMLINK and not _has_target(entry, listed.descriptor):
             return False
         return _has_status(entry, status, kind)
+
+
+def _has_target(entry: TreeEntry, folder: int) -> bool:
+    """Return whether a symlink leads where it was stored to lead."""
+    try:
+        return os.readlink(entry.name, dir_fd=folder) == entry.target
+    except OSError:  # it was deleted or replaced since its status was read
+        return False
 
 
 def _has_status(entry: TreeEntry, status: os.stat_result, kind: int) -> bool:

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,11 @@ import nearkin
 from nearkin.client.sync import RemoteStore
 from nearkin.store import open_store
 from nearkin.store_copy import Copier, plan_key
-from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
+from nearkin.trees.backup_walk import BackupCounts, BackupOptions, ComparisonOptions
 from nearkin.trees.exclusions import ExclusionOptions
+from nearkin.trees.tree_comparison import TreeComparison
 from nearkin_shared.errors import BadInput, SourceFailed
+from nearkin_shared.reading.tree_reader import TreeReader
 from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 
 
@@ -88,6 +91,69 @@ def test_unchanged_tree_is_not_sent_to_a_server(kind: str, server: RemoteStore, 
     assert server.backup("home", [source], options=rescan).put is not None
     _change(kind, source)
     assert server.backup("home", [source], options=options).put is not None
+
+
+def _store_until_settled(server: RemoteStore, source: Path, options: BackupOptions) -> None:
+    """Entries that changed less than a second before are stored again."""
+    while server.backup("home", [source], options=options).put is not None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["stored", "deleted"])
+def test_backup_is_stored_if_the_newest_version_changes(
+    kind: str, server: RemoteStore, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version that equals the folders is no longer the newest one once they are compared."""
+    options = BackupOptions(skip_if_unchanged=True)
+    _store_until_settled(server, source, options)
+    compare = TreeComparison.is_unchanged
+
+    def is_unchanged(comparison: TreeComparison, newest: TreeReader) -> bool:
+        found = compare(comparison, newest)
+        if kind == "stored":
+            server.put("home", b"of another program")
+        else:
+            server.delete("home")
+        return found
+
+    monkeypatch.setattr(TreeComparison, "is_unchanged", is_unchanged)
+    assert server.backup("home", [source], options=options).put is not None
+    assert server.info("home").is_tree
+
+
+def test_restore_takes_entries_and_content_of_one_version(
+    server: RemoteStore, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that is stored while a restore of the newest one begins has no part in it."""
+    server.backup("home", [source])
+    opened = TreeReader.open
+
+    def open_late(*arguments: Any) -> TreeReader:
+        tree = opened(*arguments)
+        if server.info("home").version == 1:
+            server.put("home", os.urandom(2_000_000))
+        return tree
+
+    monkeypatch.setattr(TreeReader, "open", open_late)
+    assert server.restore("home", tmp_path / "target").is_complete
+
+
+def test_symlink_that_cannot_be_read_has_changed(
+    server: RemoteStore, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A symlink that is deleted between its status and its target ends no comparison with an error."""
+    (source / "symlink").symlink_to("link")
+    options = BackupOptions(skip_if_unchanged=True)
+    _store_until_settled(server, source, options)
+    tree, readlink = server.tree("home"), os.readlink
+
+    def read_late(path: str | bytes, *, dir_fd: int | None = None) -> str | bytes:
+        if os.fsencode(path) == b"symlink":
+            (source / "symlink").unlink()
+        return readlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "readlink", read_late)
+    assert not TreeComparison([source], options, BackupCounts()).is_unchanged(tree)
 
 
 def test_backup_of_a_path_that_is_absent_stores_nothing(server: RemoteStore) -> None:
