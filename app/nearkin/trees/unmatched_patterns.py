@@ -3,20 +3,27 @@
     entry that some pattern matches -> all its patterns are matched
     at the end: names in folders that were not entered -> patterns that match there are not reported
 
-A pattern that may match in a folder that was not entered, and cannot be looked at cheaply, is not reported either.
+A pattern that may match in a folder that was not entered, and cannot be looked at cheaply, is not reported either. No
+file system is entered that the walk left out: a folder of the automounter would be mounted, one of a dead NFS server
+would block.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol
+
+from nearkin_shared.utils.mounts import pseudo_devices
 
 FOLDERS_MAX = 1000
 """Folders that were not entered and are looked at; beyond, nothing is reported."""
 NAMES_MAX = 20_000
-"""Names in these folders that are compared, 0.1 s; beyond, nothing is reported."""
+"""Names in all these folders together that are compared, 0.1 s; beyond, nothing is reported."""
+COMPARISONS_MAX = 1_000_000
+"""Comparisons of names and folders with patterns, 0.5 s; beyond, nothing is reported."""
 _WILDCARDS = frozenset("*?[\\")
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class PatternSource(NamedTuple):
@@ -76,47 +83,71 @@ class PatternUse:
 
     def unmatched(self) -> list[PatternSource]:
         """Return the patterns that match nothing, as far as is known; for the end of a walk."""
+        names, comparisons, pseudo = 0, 0, pseudo_devices() if self._pruned else frozenset[int]()
         for pruned in self._pruned:
-            if not self._unmatched or self._is_exceeded:
-                break
-            if pruned.file_path:
-                self._note_names_below(pruned)
-            else:
-                for number in [n for n in self._unmatched if _leads_into(self._sources[n].text, pruned.name)]:
-                    del self._unmatched[number]
+            for name in _names_below(pruned, pseudo) if pruned.file_path else ("",):
+                names += bool(pruned.file_path)
+                comparisons += len(self._unmatched)
+                if name is None or names > NAMES_MAX or comparisons > COMPARISONS_MAX:
+                    self._is_exceeded = True
+                if self._is_exceeded or not self._unmatched:
+                    return []
+                if name:
+                    self._note_name(name)
+                else:
+                    self._note_mount(pruned.name)
         return [] if self._is_exceeded else [self._sources[number] for number in sorted(self._unmatched)]
 
     def _note_name(self, name: str) -> None:
         for number in [number for number, one in self._unmatched.items() if one.match_file(name) is not None]:
             del self._unmatched[number]
 
-    def _note_names_below(self, pruned: _Pruned) -> None:
-        for count, name in enumerate(_names_below(pruned)):
-            if count >= NAMES_MAX:
-                self._is_exceeded = True
-            if self._is_exceeded or not self._unmatched:
-                return
-            self._note_name(name)
+    def _note_mount(self, folder: str) -> None:
+        """Note a folder whose names are not looked at.
+
+        The patterns that lead into it may match there.
+        """
+        for number in [number for number in self._unmatched if _leads_into(self._sources[number].text, folder)]:
+            del self._unmatched[number]
 
 
-def _names_below(pruned: _Pruned) -> Iterator[str]:
-    """Yield the paths below a folder, folders with `/`.
+def _names_below(pruned: _Pruned, pseudo: Collection[int]) -> Iterator[str | None]:
+    """Yield the paths below a folder, folders with `/`; None for one that is not looked at.
 
-    Nothing of a folder that cannot be listed.
+    Such are folders that cannot be listed, and those of another file system or one of `pseudo` (device numbers).
     """
-    waiting = [(pruned.name, pruned.file_path)]
+    waiting, device = [(pruned.name, pruned.file_path)], -1
     while waiting:
         name, path = waiting.pop()
         try:
-            with os.scandir(path) as entries:
+            descriptor = os.open(path, _FOLDER_FLAGS)
+        except FileNotFoundError:  # deleted meanwhile: nothing matches in it
+            continue
+        except OSError:
+            yield None
+            continue
+        try:
+            found = os.fstat(descriptor).st_dev
+            if found in pseudo or device not in (-1, found):
+                yield None
+                continue
+            device = found
+            with os.scandir(descriptor) as entries:
                 for entry in entries:
                     below = f"{name}/{comparable(entry.name)}" if name else comparable(entry.name)
-                    is_folder = entry.is_dir(follow_symlinks=False)
-                    yield f"{below}/" if is_folder else below
-                    if is_folder:
-                        waiting.append((below, entry.path))
+                    if not entry.is_dir(follow_symlinks=False):
+                        yield below
+                        continue
+                    yield f"{below}/"
+                    # the status of a mount point is that of what is mounted, and reading it mounts nothing
+                    if entry.stat(follow_symlinks=False).st_dev != device:
+                        yield None
+                    else:
+                        waiting.append((below, os.path.join(path, os.fsencode(entry.name))))
         except OSError:
-            continue
+            yield None
+        finally:
+            os.close(descriptor)
 
 
 def _leads_into(text: str, folder: str) -> bool:

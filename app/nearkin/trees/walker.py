@@ -342,7 +342,8 @@ class TreeWalker:
             if excludes(path, status) and not self._is_kept(path, status):
                 self.partial.add(folder)
                 if stat.S_ISDIR(status.st_mode):
-                    self._exclusions.note_pruned(path, self._file_path(path))
+                    is_listed = status.st_dev == chain[0] and status.st_dev not in self._pseudo
+                    self._exclusions.note_pruned(path, self._file_path(path) if is_listed else b"")
                 continue
             if path in self._unmet:
                 self._meet(path, status)
