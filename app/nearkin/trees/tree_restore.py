@@ -22,6 +22,7 @@ from typing import Protocol, runtime_checkable
 from blake3 import blake3
 
 from nearkin.trees.entry_attributes import AttributeWriter, make_enterable, xattrs_of
+from nearkin.trees.free_names import give_free_name
 from nearkin.trees.restore_counts import Overwrite, RestoreCounts, RestoreOptions, reason_of
 from nearkin.trees.target_deletion import (
     IS_STORE,
@@ -313,7 +314,7 @@ class TreeRestore:
                     return
                 exists = None
         if entry.kind == EntryKind.FILE:
-            self._restore_file(placed, folder)
+            self._restore_file(placed, folder, replaces=exists is not None)
         elif entry.kind == EntryKind.HARD_LINK:
             self._restore_link(placed, folder, exists)
         else:
@@ -391,7 +392,7 @@ class TreeRestore:
         finally:
             os.close(descriptor)
 
-    def _restore_file(self, placed: PlacedEntry, folder: int) -> None:
+    def _restore_file(self, placed: PlacedEntry, folder: int, *, replaces: bool) -> None:
         """Write a file under another name first.
 
         A run that is killed leaves no incomplete file that `never` would keep later.
@@ -402,7 +403,7 @@ class TreeRestore:
             self._write_content(placed, descriptor)
             self._attributes.set_open(entry, descriptor, is_new=True)
             status = os.fstat(descriptor)
-            os.rename(name, entry.name, src_dir_fd=folder, dst_dir_fd=folder)
+            self._name(entry.name, folder, replaces=replaces)
         except BaseException:
             with suppress(OSError):
                 os.unlink(name, dir_fd=folder)
@@ -413,6 +414,16 @@ class TreeRestore:
         self.counts.files += 1
         if entry.flags & EntryFlag.INCOMPLETE:
             self.counts.fail(entry.path, "was stored incomplete: reading it failed during the backup")
+
+    def _name(self, name: bytes, folder: int, *, replaces: bool) -> None:
+        """Give the complete entry its name.
+
+        Only an entry that was there when the policy was asked is replaced. Raises OSError.
+        """
+        if replaces:
+            os.rename(self._temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        else:
+            give_free_name(self._temporary, name, folder)
 
     def _write_content(self, placed: PlacedEntry, descriptor: int) -> None:
         entry, hasher, position = placed.entry, blake3(), placed.start
@@ -443,7 +454,7 @@ class TreeRestore:
         if found is not None and exists is not None and found[1] == (exists.st_dev, exists.st_ino):
             self.counts.others += 1
             return
-        if found is not None and self._link(*found, entry.name, folder):
+        if found is not None and self._link(*found, entry.name, folder, replaces=exists is not None):
             self.counts.others += 1
             return
         content = self._reader.content_of(placed)
@@ -452,7 +463,7 @@ class TreeRestore:
         self._link_sources[entry.path] = entry.target
         self._restore(PlacedEntry(copied, content.start), folder)
 
-    def _link(self, path: bytes, identity: tuple[int, int], name: bytes, folder: int) -> bool:
+    def _link(self, path: bytes, identity: tuple[int, int], name: bytes, folder: int, *, replaces: bool) -> bool:
         """Make another name of a file of this run; return whether it is that file."""
         parent, _, source_name = path.rpartition(b"/")
         temporary = self._temporary
@@ -464,14 +475,14 @@ class TreeRestore:
             os.link(source_name, temporary, src_dir_fd=source, dst_dir_fd=folder, follow_symlinks=False)
             status = os.stat(temporary, dir_fd=folder, follow_symlinks=False)
             if (status.st_dev, status.st_ino) == identity:
-                os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                self._name(name, folder, replaces=replaces)
                 return True
             os.unlink(temporary, dir_fd=folder)
         except OSError as err:  # such as too many links: the content is restored again
-            if err.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=folder)
+            if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EEXIST):
+                raise
         finally:
             os.close(source)
         return False

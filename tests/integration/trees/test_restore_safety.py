@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -11,10 +12,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nearkin.store import Store, open_store
+from nearkin.trees import free_names
 from nearkin.trees.backup_walk import BackupOptions
 from nearkin.trees.exclusions import ExclusionOptions
 from nearkin.trees.restore_counts import Overwrite, RestoreCounts, RestoreOptions
@@ -382,6 +385,76 @@ def test_if_changed_changes_no_file_that_has_another_name(mode: int, folder: Pat
     assert stat.S_IMODE(outside.stat().st_mode) == mode
     assert stat.S_IMODE((target / "a").stat().st_mode) == 0o644
     assert (outside.stat().st_nlink == 2) == (mode == 0o644)
+
+
+@pytest.mark.parametrize("offers", ["links", "renameat2", "neither"])
+@pytest.mark.parametrize("overwrite", Overwrite)
+def test_file_that_appears_meanwhile_is_kept(
+    offers: str, overwrite: Overwrite, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No policy was asked about a file that another program makes while its content is restored."""
+    target, written = tmp_path / "target", os.pwrite
+
+    def pwrite(descriptor: int, data: bytes, offset: int) -> int:
+        if bytes(data) == b"a stored":
+            (target / "a").write_bytes(b"of another program")
+        return written(descriptor, data, offset)
+
+    def link(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    if offers != "links":
+        monkeypatch.setattr(os, "link", link)
+    if offers == "neither":
+        monkeypatch.setattr(free_names, "_renameat2", lambda: None)
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        counts = store.restore("home", target, options=RestoreOptions(overwrite))
+    assert (target / "a").read_bytes() == b"of another program"
+    assert [(problem.path, "it is kept" in problem.reason) for problem in counts.problems] == [(b"a", True)]
+    assert (counts.files, names(target)) == (1, ["a", "sub"])
+    assert (target / "sub" / "b").read_bytes() == b"b stored"
+
+
+@pytest.mark.parametrize("offers", ["links", "renameat2"])
+def test_link_that_appears_meanwhile_is_kept(
+    offers: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.link(folder / "a", folder / "z")
+    target, original = tmp_path / "target", os.link
+
+    def link(source: bytes, name: bytes, **options: Any) -> None:
+        if name == b"z" or source == b"a":
+            (target / "z").write_bytes(b"of another program")
+        if offers == "renameat2" and source != b"a":
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        original(source, name, **options)
+
+    monkeypatch.setattr(os, "link", link)
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        counts = store.restore("home", target)
+    assert (target / "z").read_bytes() == b"of another program"
+    assert [problem.path for problem in counts.problems] == [b"z"]
+    assert names(target) == ["a", "sub", "z"]
+
+
+@pytest.mark.parametrize("offers", ["links", "renameat2", "neither"])
+def test_name_is_given_on_any_file_system(
+    offers: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if offers != "links":
+        monkeypatch.setattr(os, "link", link)
+    if offers == "neither":
+        monkeypatch.setattr(free_names, "_renameat2", lambda: None)
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        assert store.restore("home", tmp_path / "target").is_complete
+    assert ((tmp_path / "target" / "a").stat().st_nlink, names(tmp_path / "target")) == (1, ["a", "sub"])
 
 
 # --- attributes -------------------------------------------------------------------------------------------------------
