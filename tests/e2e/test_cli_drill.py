@@ -223,7 +223,7 @@ def test_drill_of_deep_folders_leaves_nothing_behind(store: Path, tmp_path: Path
 def test_drill_error_is_kept_if_its_folder_stays(
     fails: bool, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A temporary folder that cannot be removed replaces no error of the drill; it is named beside it."""
+    """A temporary folder that cannot be removed replaces no error of the drill; a warning names it."""
     removed = os.rmdir
 
     def rmdir(path: bytes | str, *, dir_fd: int | None = None) -> None:

@@ -90,7 +90,7 @@ def test_pruned_mount_is_not_entered(kind: str, tmp_path: Path) -> None:
 
 
 def test_folder_that_cannot_be_listed_leaves_all_unknown(tmp_path: Path) -> None:
-    """What is in a folder below a path longer than the kernel takes is not known."""
+    """The names below a path longer than the kernel takes are not known."""
     descriptor = os.open(tmp_path, os.O_RDONLY)
     for name in ("build", *["n" * 250] * 20):
         os.mkdir(name, dir_fd=descriptor)
