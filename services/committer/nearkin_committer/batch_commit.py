@@ -10,20 +10,18 @@ Invariant (I2): a manifest is created by a conditional create of its own, after 
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from nearkin_committer.open_blob import VersionContent
+from nearkin_committer.version_content import VersionContent, make_manifest
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.formats.blob_table import blob_id
-from nearkin_shared.formats.manifest import NO_PREVIOUS, Manifest
+from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.message import BatchEnd, End, Envelope
 from nearkin_shared.kafka.tenant_context import TenantContext
 from nearkin_shared.objectstore.group_put import PARTS
 from nearkin_shared.observability import metrics
-from nearkin_shared.retention import retain_until_us
 from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import History, ManifestStore
 from nearkin_shared.types import Locations
@@ -110,28 +108,11 @@ class BatchCommits:
         return mapped(listing, [one.tenant for one in envelopes], [one.key for one in envelopes])
 
     def _manifest(self, end: End, content: VersionContent, histories: Mapping[int, History]) -> Manifest:
-        tenant, key, now_us = end.envelope.tenant, end.envelope.key, time.time_ns() // 1000
+        tenant, key = end.envelope.tenant, end.envelope.key
         taken = self._heads.highest_taken(tenant, key)
         if taken:
             self._heads.warn_if_removed(tenant, key, histories)
-        return Manifest(
-            tenant=tenant,
-            key=key,
-            version=max((taken, *histories)) + 1,
-            created_us=now_us,
-            retain_until_us=retain_until_us(self._settings.retention, tenant, key, now_us, self._manifests.known_time),
-            size_bytes=end.size_bytes,
-            blake3=end.blake3,
-            sha256=None,
-            seconds=round(max(0, now_us - end.began_us) / 1e6, 3),
-            ledger=content.ledger,
-            segments=content.segments,
-            known=content.known,
-            metadata=dict(end.metadata),
-            origin=end.origin,
-            lengths=content.lengths,
-            previous=self._manifests.find_previous(tenant, key, histories) if histories else NO_PREVIOUS,
-        )
+        return make_manifest(self._settings, self._manifests, end, content, histories, taken)
 
 
 def _rows_by_turn(ends: Sequence[End]) -> list[list[int]]:

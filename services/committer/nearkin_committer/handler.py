@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from nearkin_committer.batch_commit import BatchCommits, CommittedVersion, ends_of
-from nearkin_committer.open_blob import BlobName, OpenBlob, VersionContent, assemble_content, split_content
+from nearkin_committer.open_blob import BlobName, OpenBlob
+from nearkin_committer.version_content import VersionContent, assemble_content, make_manifest, split_content
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, PermanentError, PreconditionFailed, RetryableError
 from nearkin_shared.formats.manifest import Manifest, moment_of
@@ -40,7 +41,6 @@ from nearkin_shared.observability.tracing import span
 from nearkin_shared.preconditions import PRECONDITION
 from nearkin_shared.results import Ledger
 from nearkin_shared.results_json import info_json, ledger_json
-from nearkin_shared.retention import retain_until_us
 from nearkin_shared.storage.committed_origins import BlobOrigin, CommittedOrigins
 from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import History, ManifestStore
@@ -429,27 +429,7 @@ class CommitterHandler:
                 return *earlier, earlier[0].created_us
             check_precondition(self._manifests, self._refusals, end, histories)
             self._require_stored(lane, gathered.segments)
-            now_us = time.time_ns() // 1000
-            manifest = Manifest(
-                tenant=tenant,
-                key=key,
-                version=max((taken, *histories)) + 1,
-                created_us=now_us,
-                retain_until_us=retain_until_us(
-                    self._settings.retention, tenant, key, now_us, self._manifests.known_time
-                ),
-                size_bytes=end.size_bytes,
-                blake3=end.blake3,
-                sha256=end.sha256,
-                seconds=round(max(0, now_us - end.began_us) / 1e6, 3),
-                ledger=gathered.ledger,
-                segments=gathered.segments,
-                known=gathered.known,
-                metadata=dict(end.metadata),
-                origin=end.origin,
-                lengths=gathered.lengths,
-                previous=self._manifests.find_previous(tenant, key, histories),
-            )
+            manifest = make_manifest(self._settings, self._manifests, end, gathered, histories, taken)
             try:
                 manifest_bytes = self._manifests.put(manifest)
             except AlreadyExists:
