@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from nearkin.trees.backup import RECENT_NS, TreeBackup
 from nearkin.trees.checkpoint_schedule import CHECKPOINT_BYTES_FIRST, CHECKPOINT_BYTES_MIN
 from nearkin.trees.parent_tree import FoundEntry
 from nearkin.trees.walker import ListedFolder
+from tests.support.engines.killed_backup import read_after_kills
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT_BYTES = 1 << 20
@@ -103,44 +104,6 @@ LARGE_FILE_BYTES = 1_500_000
 LARGE_FILES = 2_000
 FIRST_BYTES = CHECKPOINT_BYTES_FIRST + 2 * CHECKPOINT_BYTES_MIN
 """Before them a tree has no durable checkpoint; all of it may be read again."""
-REPORTING_CHILD = """
-    import os, signal, sys, threading, time
-    from nearkin.store import open_store
-    from nearkin.trees.backup import BackupCounts
-
-    counts, kill_bytes = BackupCounts(), int(sys.argv[3])
-
-    def kill() -> None:
-        while counts.read_bytes + counts.reused_bytes < kill_bytes:
-            time.sleep(0.001)
-        print(counts.read_bytes, counts.reused_bytes, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
-    with open_store(sys.argv[1]) as store:
-        store.backup("home", [sys.argv[2]], counts=counts)
-    print(counts.read_bytes, counts.reused_bytes, flush=True)
-"""
-
-
-def _read_after_kills(folder: Path, store: Path, kills: Sequence[int]) -> list[tuple[int, int]]:
-    """Kill a backup after so many bytes of the tree each time, then let it end.
-
-    Return (bytes that were done, those of them that the next run read again) for each kill.
-    """
-    done_bytes, repeated = 0, list[tuple[int, int]]()
-    for kill_bytes in [*kills, 1 << 62]:
-        line = [sys.executable, "-c", textwrap.dedent(REPORTING_CHILD), str(store), str(folder), str(kill_bytes)]
-        done = subprocess.run(line, cwd=ROOT, check=False, capture_output=True, text=True)
-        assert done.returncode == (-signal.SIGKILL if kill_bytes < 1 << 62 else 0), done.stderr
-        read_bytes, reused_bytes = map(int, done.stdout.split())
-        if done_bytes:
-            repeated.append((done_bytes, max(0, done_bytes - reused_bytes)))
-        done_bytes = read_bytes + reused_bytes
-        if kill_bytes < 1 << 62:
-            with open_store(store) as opened:
-                assert opened.versions(all_versions=True) == [], "a half version is shown"
-    return repeated
 
 
 def _check_stored(folder: Path, store: Path, target: Path) -> None:
@@ -162,7 +125,7 @@ def _make_files(folder: Path, count: int) -> Path:
 def test_backup_killed_with_default_settings_repeats_a_tenth(tmp_path: Path) -> None:
     source, store = _make_files(tmp_path / "source", 60), tmp_path / "store"
     open_store(store, create=True).close()
-    repeated = _read_after_kills(source, store, [65_000_000, 80_000_000])
+    repeated = read_after_kills(store, source, [65_000_000, 80_000_000])
     assert len(repeated) == 2
     for done_bytes, again_bytes in repeated:
         assert again_bytes <= max(done_bytes // 10, 2 * CHECKPOINT_BYTES_MIN) + LARGE_FILE_BYTES, repeated
@@ -175,7 +138,7 @@ def test_backup_of_3_gb_killed_at_20_moments_repeats_a_tenth(tmp_path: Path) -> 
     source, store = _make_files(tmp_path / "source", LARGE_FILES), tmp_path / "store"
     open_store(store, create=True).close()
     total_bytes = LARGE_FILES * LARGE_FILE_BYTES
-    repeated = _read_after_kills(source, store, [total_bytes * (n + 1) // (KILLS + 1) for n in range(KILLS)])
+    repeated = read_after_kills(store, source, [total_bytes * (n + 1) // (KILLS + 1) for n in range(KILLS)])
     print(f"done before, read again: {repeated}")
     assert len(repeated) == KILLS
     for done_bytes, again_bytes in repeated:

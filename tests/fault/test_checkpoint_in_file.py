@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +23,7 @@ from nearkin_shared.errors import NearkinError
 from nearkin_shared.formats.tree_entry_group import EntryFlag
 from nearkin_shared.reading.tree_reader import TreeReader
 from tests.support.data.stores import SMALL, settings, stored_bytes
+from tests.support.engines.killed_backup import read_after_kills
 
 ROOT = Path(__file__).parents[2]
 FILE_BYTES = 12 << 20
@@ -218,54 +216,19 @@ def test_gc_keeps_a_started_file_until_the_backup_ends(folder: Path, tmp_path: P
         _check(store, folder)
 
 
-CHILD = """
-    import os, signal, sys, threading, time
-    from nearkin.store import open_store
-    from nearkin.trees.backup import BackupCounts
-
-    counts, kill_bytes = BackupCounts(), int(sys.argv[3])
-
-    def kill() -> None:
-        while counts.read_bytes + counts.reused_bytes < kill_bytes:
-            time.sleep(0.001)
-        print(counts.read_bytes, counts.reused_bytes, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
-    with open_store(sys.argv[1]) as store:
-        store.backup("home", [sys.argv[2]], counts=counts)
-    print(counts.read_bytes, counts.reused_bytes, flush=True)
-"""
 FIRST_BYTES = CHECKPOINT_BYTES_FIRST + 2 * CHECKPOINT_BYTES_MIN
-
-
-def _backup(store: Path, folder: Path, kill_bytes: int = 1 << 62) -> tuple[int, int]:
-    """Back up in a process that is killed after so many bytes; return (bytes read, bytes taken over)."""
-    line = [sys.executable, "-c", textwrap.dedent(CHILD), str(store), str(folder), str(kill_bytes)]
-    done = subprocess.run(line, cwd=ROOT, check=False, capture_output=True, text=True)
-    assert done.returncode == (-signal.SIGKILL if kill_bytes < 1 << 62 else 0), done.stderr
-    read_bytes, reused_bytes = map(int, done.stdout.split())
-    return read_bytes, reused_bytes
 
 
 def _kill_inside_a_file(tmp_path: Path, file_bytes: int, kills: list[int]) -> list[tuple[int, int]]:
     """Kill a backup of one file at these moments; return (bytes done, read again by the next run) of each."""
-    folder, store, repeated = tmp_path / "source", tmp_path / "store", list[tuple[int, int]]()
+    folder, store = tmp_path / "source", tmp_path / "store"
     folder.mkdir()
     with (folder / "disk.img").open("wb") as file:
         for start in range(0, file_bytes, 1 << 24):
             file.write(os.urandom(min(1 << 24, file_bytes - start)))
     _age()
     open_store(store, create=True).close()
-    done_bytes = 0
-    for kill_bytes in [*kills, 1 << 62]:
-        read_bytes, reused_bytes = _backup(store, folder, kill_bytes)
-        if done_bytes:
-            repeated.append((done_bytes, max(0, done_bytes - reused_bytes)))
-        done_bytes = read_bytes + reused_bytes
-        if kill_bytes < 1 << 62:
-            with open_store(store) as opened:
-                assert opened.versions(all_versions=True) == [], "a half version is shown"
+    repeated = read_after_kills(store, folder, kills)
     with open_store(store) as opened:
         _check(opened, folder)
     return repeated

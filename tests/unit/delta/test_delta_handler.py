@@ -27,48 +27,31 @@ from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.blob_table import BatchedBlob
 from nearkin_shared.formats.message import BatchEnd, End, Envelope, Paired, Placed, Segments, decode, encode
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
-from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.relay_handler import StatelessStageHandler
 from nearkin_shared.kafka.tenant_context import TenantContexts, tenant_contexts
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.pipeline.stage import LookupResults
+from tests.support.fakes.stage_fleet import KafkaFake
 
 SETTINGS = Settings()
 CONTENT = random_bytes(1 << 20, 7)
 
 
-class Memory(Outbox):
-    """An outbox that keeps messages and notes each step.
-
-    With `is_away` nothing is acknowledged any more.
-    """
+class Memory(KafkaFake):
+    """An outbox that also notes each step."""
 
     def __init__(self, steps: list[str]) -> None:
-        self.values: list[bytes] = []
-        self.dead: list[Mapping[str, bytes | None]] = []
+        super().__init__()
         self.steps = steps
-        self.is_away = False
-        self.sent_messages = 0
 
     @property
-    def acknowledged_messages(self) -> int:
-        return self.sent_messages
-
-    def poll_acks(self) -> None: ...
+    def values(self) -> list[bytes]:
+        return [value for _, value in self.sent]
 
     def send(self, name: str, key: bytes, value: bytes, headers: Mapping[str, bytes]) -> None:
+        super().send(name, key, value, headers)
         self.steps.append(name)
-        self.values.append(value)
-
-    def send_to(self, full: str, key: Any, value: Any, headers: Any) -> None:
-        self.dead.append(dict(headers))
-
-    def flush(self) -> None:
-        if self.is_away:
-            raise StoreUnavailable("kafka: a message was not delivered")
-
-    def close(self) -> None: ...
 
 
 class World:
