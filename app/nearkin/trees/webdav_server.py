@@ -48,6 +48,7 @@ from nearkin.trees.mounted_store import MountableStore, MountedStore, Status
 from nearkin.trees.tar_writer import TarWriter
 from nearkin.trees.zip_writer import check_zip_size, write_zip
 from nearkin_shared.errors import BadInput, ConfigError, NearkinError, NotFound
+from nearkin_shared.utils.signals import wait_for
 from nearkin_shared.utils.terminal import printable
 
 MEMBERS_MAX = 100_000
@@ -529,11 +530,23 @@ def serve_webdav(store: MountableStore, options: WebdavOptions, on_listen: Calla
     except OSError as err:
         raise ConfigError(f"webdav: {options.host} port {options.port}: {err.strerror or err}") from err
     host = f"[{options.host}]" if ":" in options.host else options.host
+    ended = threading.Event()
+
+    def serve() -> None:
+        try:
+            server.serve()
+        finally:
+            ended.set()
+
+    # Not in this thread: a KeyboardInterrupt inside the server's queue leaves one of its workers waiting for ever.
+    serving = threading.Thread(target=serve, name="nearkin-webdav")
+    serving.start()
     try:
         on_listen(f"{'http' if options.certificate is None else 'https'}://{host}:{server.bind_addr[1]}/")
-        server.serve()
+        wait_for(ended)
     finally:
         server.stop()
+        serving.join()
 
 
 class _Server(Server):
