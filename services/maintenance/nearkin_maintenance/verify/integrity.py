@@ -178,7 +178,7 @@ class IntegrityChecker:
             salvaged = self._containers.salvage(container)
             if salvaged is None:
                 raise
-            self.problems.setdefault(name, str(err))
+            self._add_problem(name, str(err))
             return salvaged
 
     def directory(self, container: int, domain: bytes) -> Directory | None:
@@ -191,7 +191,7 @@ class IntegrityChecker:
         try:
             return self._containers.of(domain).directory(ContainerId(container))
         except PermanentError as err:  # it was readable a moment ago
-            self.problems.setdefault(object_name(ContainerId(container)), str(err))
+            self._add_problem(object_name(ContainerId(container)), str(err), is_too_new=isinstance(err, FormatTooNew))
             return None
 
     def culprit_containers(self, chunks: Locations, domain: bytes) -> U64:
@@ -218,7 +218,7 @@ class IntegrityChecker:
                 beyond = ordinals >= checked.chunks
             if beyond.any():
                 name = object_name(ContainerId(container))
-                self.problems.setdefault(
+                self._add_problem(
                     name, f"{name}: has {checked.chunks} chunks, but a reference names chunk {int(ordinals.max())}"
                 )
             blamed[rows[beyond]] = container
@@ -268,7 +268,7 @@ class IntegrityChecker:
         if checked is None:
             self.problems.setdefault(name, f"{name}: missing, and a version needs its chunks")
         elif checked.domain != domain:
-            self.problems.setdefault(name, f"{name}: belongs to another tenant than the object that names it")
+            self._add_problem(name, f"{name}: belongs to another tenant than the object that names it")
             return None
         return checked
 

@@ -65,10 +65,14 @@ class _Findings:
     too_new: set[str] = field(default_factory=set)
     """Objects whose only problem is the format of a later Nearkin."""
 
-    def add(self, name: str, problem: str | PermanentError, *versions: VersionName) -> None:
-        if name not in self.problems and isinstance(problem, FormatTooNew):
-            self.too_new.add(name)
-        self.problems.setdefault(name, str(problem))
+    def add(self, name: str, problem: str | PermanentError, *versions: VersionName, is_too_new: bool = False) -> None:
+        """Add a problem of an object. The first counts, but damage counts more than a later format."""
+        is_too_new |= isinstance(problem, FormatTooNew)
+        if name not in self.problems or (name in self.too_new and not is_too_new):
+            self.problems[name] = str(problem)
+            self.too_new.discard(name)
+            if is_too_new:
+                self.too_new.add(name)
         self.affected.setdefault(name, set()).update(versions)
 
     def damage(self, tenant: str) -> tuple[Damage, ...]:
@@ -198,8 +202,7 @@ class Verifier:
                 progress(len(ids) + len(names) + done + 1, total)
         self._check_gaps(retentions)
         for name, problem in self._integrity.problems.items():
-            self._findings.add(name, problem)
-        self._findings.too_new |= self._integrity.too_new
+            self._findings.add(name, problem, is_too_new=name in self._integrity.too_new)
         self._check_records()
         parity_missing = self._check_parity([*names, *marks, *retentions], complete)
         entries = self._check_index(index, index_whole) if index is not None and scope.is_full else None
@@ -240,7 +243,6 @@ class Verifier:
             self._check_manifest(name)
             if progress is not None:
                 progress(len(reached) + done + 1, total)
-        self._findings.too_new |= self._integrity.too_new
         return self._report(started, len(reached), len(names), [sizes[container] for container in reached])
 
     def _report(self, started: float, containers: int, versions: int, sizes: Collection[int]) -> VerifyReport:
@@ -306,7 +308,9 @@ class Verifier:
             self._findings.add(name, f"{name}: names {missing} containers that do not exist", self._versions_read[name])
             return
         for culprit, problem in self._find_culprits(manifest).items():
-            self._findings.add(culprit, problem, (manifest.tenant, manifest.key, manifest.version))
+            is_too_new = culprit in self._integrity.too_new and problem == self._integrity.problems.get(culprit)
+            version = manifest.tenant, manifest.key, manifest.version
+            self._findings.add(culprit, problem, version, is_too_new=is_too_new)
 
     def _read_with_parity(self, name: str) -> Manifest | None:
         try:
