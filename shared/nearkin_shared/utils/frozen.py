@@ -102,7 +102,9 @@ def _plain_class(cls: type[Any]) -> type[Any]:
     if space.get("__doc__") is None:
         space["__doc__"] = cls.__name__
     kind_of_class: Any = type(cls)
-    return cast("type[Any]", kind_of_class(cls.__name__, cls.__bases__, space))
+    made_class = cast("type[Any]", kind_of_class(cls.__name__, cls.__bases__, space))
+    made_class.__qualname__ = cls.__qualname__
+    return made_class
 
 
 def _init_of(made: type[Any]) -> FunctionType:

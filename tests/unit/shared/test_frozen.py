@@ -189,3 +189,23 @@ def test_plain_class_is_a_dataclass_of_the_library() -> None:
     assert astuple(sub(1)) == (1, 7, 8)
     with pytest.raises(ValueError, match="use default_factory"):
         frozen(type("Other", (), {"__annotations__": {"x": "list"}, "x": []}))
+
+
+def test_nested_record_has_the_qualified_name_of_the_library() -> None:
+    """Name a nested class in `repr` and for pickle as the library does."""
+
+    class Outer:
+        @frozen
+        class Plain:
+            """A plain record."""
+
+            number: int
+
+        @dataclass(frozen=True, slots=True)
+        class OfTheLibrary:
+            """The same of the library."""
+
+            number: int
+
+    assert repr(Outer.Plain(1)) == repr(Outer.OfTheLibrary(1)).replace("OfTheLibrary", "Plain")
+    assert Outer.Plain.__qualname__ == Outer.OfTheLibrary.__qualname__.replace("OfTheLibrary", "Plain")
