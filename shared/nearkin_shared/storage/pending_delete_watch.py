@@ -11,6 +11,7 @@ docs/adr/0015-two-phase-garbage-collection.md.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -109,8 +110,7 @@ class PendingDeleteFilter:
         They may be deleted while a blob that names them is in flight.
         """
         withdrawn_before_us = (time.time() - self.grace_seconds / 2) * 1e6
-        record = self._watch.record()
-        return is_listed({one: it for one, it in record.items() if it.at_us < withdrawn_before_us}, chunks)
+        return is_listed(self._watch.record(), chunks, withdrawn_before_us)
 
     def lost(self, chunks: Locations, source: ContainerSource) -> Bools:
         """Return which chunks are pending deletion or deleted.
@@ -216,11 +216,14 @@ class PendingDeleteFilter:
         return None
 
 
-def is_listed(record: Mapping[int, PendingDelete], chunks: Locations) -> Bools:
-    """Return which chunks a record of pending deletes, or of quarantined data, contains."""
+def is_listed(record: Mapping[int, PendingDelete], chunks: Locations, before_us: float = math.inf) -> Bools:
+    """Return which chunks a record of pending deletes, or of quarantined data, contains.
+
+    `before_us`: only entries from before this time, microseconds since 1970.
+    """
     found = np.zeros(len(chunks), np.bool_)
     for container, rows in group_by_container(chunks.containers) if record else ():
         entry = record.get(container)
-        if entry is not None:
+        if entry is not None and entry.at_us < before_us:
             found[rows] = entry.whole | np.isin(chunks.ordinals[rows], entry.chunks)
     return found
