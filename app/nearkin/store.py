@@ -33,8 +33,9 @@ from nearkin_shared.errors import (
     StoreUnavailable,
 )
 from nearkin_shared.formats.manifest import Manifest, us_of
-from nearkin_shared.objectstore.base import AlreadyExists, check_tenant, sync_folder
+from nearkin_shared.objectstore.base import AlreadyExists, check_tenant
 from nearkin_shared.objectstore.factory import as_set, local_objects, no_store
+from nearkin_shared.objectstore.local import sync_folder
 from nearkin_shared.objectstore.read_only import ReadOnlyObjectStore
 from nearkin_shared.preconditions import Precondition, precondition_of
 from nearkin_shared.reading.restore import VersionReader

@@ -33,8 +33,9 @@ from nearkin_shared.errors import (
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.manifest import CREATED_US_MAX, moment_of
 from nearkin_shared.limits import ERASE_GRACE_SECONDS
-from nearkin_shared.objectstore.base import LocalObjectStore, check_tenant
+from nearkin_shared.objectstore.base import check_tenant
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.results import (
     Damage,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from tests.support.conformance import ObjectStoreContract
 
 

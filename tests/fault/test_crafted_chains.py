@@ -17,7 +17,7 @@ from nearkin_shared.formats.container import encode_container
 from nearkin_shared.formats.directory import ChunkTable, PrefixTable, SegmentTable
 from nearkin_shared.kernels import xdelta3
 from nearkin_shared.limits import KIB, MIB, SEGMENT_BYTES_MAX
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.reading import block_decoder, chunk_reader, decode_budget
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.storage.containers import ContainerStore, object_name

@@ -23,7 +23,7 @@ DIES = """
 import os, sys
 from nearkin import open_store
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
-from nearkin_shared.objectstore import base as objectstore_base
+from nearkin_shared.objectstore import local as objectstore_base
 from nearkin_shared.storage.manifests import ManifestStore
 from tests.support.data.stores import SMALL, settings
 

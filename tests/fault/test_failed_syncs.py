@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from nearkin_shared.errors import StoreUnavailable
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.objectstore.local import LocalObjectStore
 from tests.support.fakes.power_loss_disk import Disk, RecordingOs, Step, recording
 
 NAME, DATA = "containers/00/x.nkc", b"d" * 5000

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.utils import mounts
 from tests.support.data.stores import SMALL, settings
 
@@ -65,7 +66,8 @@ WRITING = """
 import sys
 from pathlib import Path
 from nearkin import open_store
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.objectstore.local import LocalObjectStore
 from tests.support.data.stores import SMALL, settings
 with open_store(sys.argv[1], settings=settings(SMALL), create=True) as store:
     store.put("k", b"content")

@@ -143,7 +143,7 @@ def test_listing_after_put_failed_at_commit_agrees_with_get(tmp_path: Path, monk
 
     The folder's sync failed after the manifest had its name: the version existed, and no listing contained it.
     """
-    from nearkin_shared.objectstore import base as objectstore_base
+    from nearkin_shared.objectstore import local as objectstore_base
 
     with open_store(tmp_path / "s", settings=CHOSEN, create=True) as store:
         store.put("k", b"first")

@@ -26,7 +26,7 @@ DIES = """
 import os, shutil, signal, sys
 from nearkin import open_store
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 import nearkin_maintenance
 from tests.support.data.stores import SMALL, settings
 

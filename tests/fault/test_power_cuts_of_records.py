@@ -19,10 +19,10 @@ from nearkin_shared.crypto.keyring import Keyring
 from nearkin_shared.errors import NotFound, TenantErased
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats.parity_object import scheme_of
-from nearkin_shared.objectstore import base as objectstore_base
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore import local as objectstore_base
 from nearkin_shared.objectstore.factory import as_set
 from nearkin_shared.objectstore.group_put import put_new_many
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.storage.scrub_progress import ScrubState, ScrubStates

@@ -16,7 +16,7 @@ from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.errors import Corrupt, StoreUnavailable
 from nearkin_shared.index.lmdb.lmdb_index import VERSION
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.utils.private_files import open_private
 from tests.support.data.stores import ENCRYPTED, SMALL, settings
 

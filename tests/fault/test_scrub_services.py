@@ -20,8 +20,9 @@ from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.objectstore.base import LocalObjectStore, Payload
+from nearkin_shared.objectstore.base import Payload
 from nearkin_shared.objectstore.factory import with_parity
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore
 from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.objectstore.s3 import S3ObjectStore

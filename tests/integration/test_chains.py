@@ -15,7 +15,7 @@ from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_shared.errors import Corrupt, StoreUnavailable
 from nearkin_shared.formats import container_layout
 from nearkin_shared.kernels import zstd_frames
-from nearkin_shared.objectstore.base import TOGETHER_BYTES_MAX
+from nearkin_shared.objectstore.local import TOGETHER_BYTES_MAX
 from nearkin_shared.reading import block_decoder
 from nearkin_shared.reading.block_decoder import BlockDecoder
 from nearkin_shared.reading.chunk_reader import ChunkReader

@@ -16,7 +16,7 @@ from nearkin.lab.generated_data import random_bytes
 from nearkin.store import Store
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.index.pending import PendingIndex
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.pipeline.lookups import EmbeddedLookups, InFlight
 from nearkin_shared.pipeline.stage import LookupRequest, LookupResults
 from nearkin_shared.storage.containers import ContainerStore

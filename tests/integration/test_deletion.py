@@ -16,7 +16,8 @@ from nearkin_shared.errors import BadInput, Corrupt, NotFound, StoreUnavailable
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.tombstone import SEQUENCE_MAX, Mark, MarkKind, encode_mark
 from nearkin_shared.index.protocols import MarkedVersion
-from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
+from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.results import Ledger, VersionInfo
 from nearkin_shared.storage.deletions import Deletions

@@ -15,7 +15,7 @@ from nearkin import open_store
 from nearkin.embedded import runner
 from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
 from nearkin_delta.block_encoder import BlockEncoder
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from tests.support.data.stores import SMALL, containers, settings
 
 FIRST = text_like(3_000_000, 1) + bytes(1_000_000) + records_like(2_000_000, 2) + random_bytes(500_000, 3)

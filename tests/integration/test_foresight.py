@@ -16,7 +16,7 @@ from nearkin import open_store
 from nearkin.lab.generated_data import mutate, text_like
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.limits import MIB
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.reading import eviction_hints as module
 from nearkin_shared.reading import read_plan as plans_module
 from nearkin_shared.reading import restore

@@ -9,7 +9,7 @@ import pytest
 from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.errors import GcPaused
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.storage.gc_pause import GcPauseFlag
 from nearkin_shared.utils import failpoints
 from tests.support.data.stores import SMALL, containers, objects, settings

@@ -24,8 +24,9 @@ from nearkin_shared.errors import RetryableError
 from nearkin_shared.index.redis import lease as lease_module
 from nearkin_shared.index.redis.gc_status import GcStatusStore
 from nearkin_shared.index.redis.lease import Lease, LeaseLost
-from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
+from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.factory import with_parity
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.objectstore.s3 import S3ObjectStore
 from tests.support.checks.waiting import until
 from tests.support.data.stores import objects, settings

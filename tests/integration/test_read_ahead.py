@@ -12,7 +12,8 @@ import pytest
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, text_like
 from nearkin_shared.errors import Corrupt, StoreUnavailable
-from nearkin_shared.objectstore.base import LocalObjectStore, Payload
+from nearkin_shared.objectstore.base import Payload
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.reading import read_ahead as module
 from nearkin_shared.reading import restore
 from nearkin_shared.reading.read_plan import BlockName

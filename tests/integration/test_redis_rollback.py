@@ -30,7 +30,7 @@ from nearkin_shared.index.redis.background_rebuild import Rebuilder, RebuildTarg
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.lag import Backlog
 from nearkin_shared.kafka.tenant_context import tenant_contexts
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.storage.pending_deletes import GcGeneration, PendingDeleteStore
 from nearkin_shared.types import ContainerId
 from tests.support.checks.waiting import until

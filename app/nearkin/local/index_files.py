@@ -21,8 +21,9 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import IndexStale, IndexUnsafe, StoreUnavailable
 from nearkin_shared.index.lmdb.page_check import find_page_damage
 from nearkin_shared.index.lmdb.session_notes import write_damage_note
-from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore, sync_folder
+from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore, sync_folder
 from nearkin_shared.results import RebuildReport
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.mounts import network_type

@@ -26,7 +26,8 @@ from nearkin.local.write_gate import WriteLatch
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import IndexClosed, IndexUnsafe, StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
+from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.results import RebuildReport
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore

@@ -36,7 +36,8 @@ from nearkin_shared.errors import (
     StoreUnavailable,
 )
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
+from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.deletions import DeletionObserver
 from nearkin_shared.storage.manifests import ManifestStore

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 
 from nearkin.local.process_lock import WRITING, WriterLock
 from nearkin_shared.errors import ConfigError, Corrupt, NoRoom, NotWritable, StoreLocked, StoreUnavailable
-from nearkin_shared.objectstore.base import sync_folder
+from nearkin_shared.objectstore.local import sync_folder
 from nearkin_shared.utils.private_files import (
     make_private_folders,
     open_private,

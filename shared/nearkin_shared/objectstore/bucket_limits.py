@@ -1,4 +1,4 @@
-# size: two values, which base.py has no room for
+# size: the limits, for the readiness check, without loading obstore
 """Bound the requests to a bucket."""
 
 from __future__ import annotations

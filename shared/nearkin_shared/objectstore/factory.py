@@ -15,9 +15,10 @@ from nearkin_shared.errors import ConfigError, Corrupt, NoStore, NotFound, Store
 from nearkin_shared.formats import key_record, reed_solomon
 from nearkin_shared.formats.parity_object import scheme_of
 from nearkin_shared.objectstore import parity as objectstore_parity
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore, ObjectStore
+from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
 from nearkin_shared.objectstore.bucket_limits import REQUEST_LIMITS, RequestLimits
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.objectstore.parity import ParityObjectStore, read_decoded
 from nearkin_shared.storage import containers, descriptor
 from nearkin_shared.storage.chunking_record import check_service_settings

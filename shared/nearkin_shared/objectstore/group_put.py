@@ -19,15 +19,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from nearkin_shared.errors import StoreUnavailable
-from nearkin_shared.objectstore.base import (
-    AlreadyExists,
-    LocalObjectStore,
-    ObjectStore,
-    Payload,
-    sync_folder,
-    unavailable,
-    write_all,
-)
+from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore, Payload, unavailable
+from nearkin_shared.objectstore.local import LocalObjectStore, sync_folder, write_all
 from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.private_files import FILE_MODE
@@ -35,6 +28,8 @@ from nearkin_shared.utils.private_files import FILE_MODE
 PARTS = 32
 """Syncs, or requests, that wait at a time: as many as the executors of the callers have threads. They cost no CPU while
 they wait, and the journal takes all that wait in one write."""
+GROUP_OBJECTS_MAX = 256
+"""Files that are open at a time: a process may usually have 1,024."""
 
 Item = TypeVar("Item")
 Items = Sequence[tuple[str, Payload]]
@@ -48,7 +43,9 @@ def put_new_many(objects: ObjectStore, items: Items, threads: Executor) -> list[
     folder = _folder_of(objects)
     if folder is None or len(items) < 2:
         return put_each(objects, items, threads)
-    created = put_in_folder(folder, items, threads)
+    created = list[bool | None]()
+    for start in range(0, len(items), GROUP_OBJECTS_MAX):
+        created += put_in_folder(folder, items[start : start + GROUP_OBJECTS_MAX], threads)
     left = [number for number, made in enumerate(created) if made is None]
     written = dict(zip(left, put_each(objects, [items[number] for number in left], threads), strict=True))
     return [written[number] if made is None else made for number, made in enumerate(created)]
@@ -82,17 +79,20 @@ def put_in_folder(folder: LocalObjectStore, items: Items, threads: Executor) -> 
     failpoint("group.begun")
     temporaries: dict[int, str] = {}
     finals: dict[int, str] = {}
+    opened: dict[int, int] = {}
+    """Descriptors of written files: one that is opened again would not report an earlier error of writing back."""
     above, ready = dict[str, None](), set[str]()
     try:
         for number, (name, data) in enumerate(items):
             with suppress(OSError, StoreUnavailable):
                 final, unsynced = folder.prepare_group(name, ready)  # 1
                 temporaries[number] = folder.scratch_path()
-                _write(temporaries[number], data)  # 2
+                opened[number] = _create(temporaries[number])
+                write_all(opened[number], [data])  # 2
                 finals[number] = final
                 above.update(dict.fromkeys(unsynced))
         try:
-            _each(_sync_file, [temporaries[number] for number in finals], threads)  # 3
+            _each(os.fsync, [opened[number] for number in finals], threads)  # 3
         except OSError:
             return [None] * len(items)
         failpoint("group.synced")
@@ -102,6 +102,8 @@ def put_in_folder(folder: LocalObjectStore, items: Items, threads: Executor) -> 
     except OSError as err:
         raise unavailable(items[0][0], err) from err
     finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
         for temporary in temporaries.values():
             with suppress(OSError):
                 os.unlink(temporary)
@@ -123,20 +125,9 @@ def _link_all(
     return created
 
 
-def _write(path: str, data: Payload) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
-    try:
-        write_all(descriptor, [data])
-    finally:
-        os.close(descriptor)
-
-
-def _sync_file(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _create(path: str) -> int:
+    """Create a file for writing; return its descriptor."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
 
 
 def _sync_folders(folders: Sequence[str], created: Sequence[str], threads: Executor) -> None:

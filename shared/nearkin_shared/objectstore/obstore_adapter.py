@@ -15,14 +15,8 @@ from obstore.store import LocalStore, MemoryStore
 from obstore.store import ObjectStore as ObstoreStore
 
 from nearkin_shared.errors import NearkinError, NotFound
-from nearkin_shared.objectstore.base import (
-    TOGETHER_BYTES_MAX,
-    AlreadyExists,
-    Payload,
-    check_size,
-    join_parts,
-    unavailable,
-)
+from nearkin_shared.objectstore.base import AlreadyExists, Payload, check_size, join_parts, unavailable
+from nearkin_shared.objectstore.local import TOGETHER_BYTES_MAX
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

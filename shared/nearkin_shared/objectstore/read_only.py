@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import NoReturn
 
 from nearkin_shared.errors import BadInput
-from nearkin_shared.objectstore.base import LocalObjectStore, Payload
+from nearkin_shared.objectstore.base import Payload
+from nearkin_shared.objectstore.local import LocalObjectStore
 
 
 class ReadOnlyObjectStore(LocalObjectStore):

@@ -33,12 +33,7 @@ from obstore.store import S3Store
 
 from nearkin_shared.config.storage import ObjectStoreSettings
 from nearkin_shared.errors import ConfigError, NearkinError, NotFound, StoreUnavailable
-from nearkin_shared.objectstore.base import (
-    AlreadyExists,
-    Payload,
-    check_size,
-    join_parts,
-)
+from nearkin_shared.objectstore.base import AlreadyExists, Payload, check_size, join_parts
 from nearkin_shared.objectstore.bucket_limits import REQUEST_LIMITS, RequestLimits
 from nearkin_shared.objectstore.obstore_adapter import REFUSALS, ObstoreObjectStore
 from nearkin_shared.storage import descriptor

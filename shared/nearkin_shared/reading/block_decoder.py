@@ -26,7 +26,7 @@ from nearkin_shared.formats.block import CheckedBlock, checked_block
 from nearkin_shared.formats.directory import BlockRow, Directory
 from nearkin_shared.kernels.zstd_frames import decode_frames
 from nearkin_shared.limits import MIB
-from nearkin_shared.objectstore.base import TOGETHER_BYTES_MAX
+from nearkin_shared.objectstore.local import TOGETHER_BYTES_MAX
 from nearkin_shared.reading.read_plan import BlockName, ReadPlan, by_block
 from nearkin_shared.storage.containers import ContainerSource
 from nearkin_shared.types import I32, U8, U32, U64, ZERO, ContainerId, Locations, bounds_of

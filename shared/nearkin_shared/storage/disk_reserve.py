@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from nearkin_shared.errors import NoRoom, StoreUnavailable
 from nearkin_shared.limits import MIB
-from nearkin_shared.objectstore.base import sync_folder
+from nearkin_shared.objectstore.local import sync_folder
 from nearkin_shared.utils.private_files import nearest_folder
 
 NAME = "reserve"

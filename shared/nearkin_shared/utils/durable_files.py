@@ -11,7 +11,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from nearkin_shared.objectstore.base import sync_folder, write_durably
+from nearkin_shared.objectstore.local import sync_folder, write_durably
 
 FOLDER_MODE = 0o777
 """As the user's umask has it: these folders are the user's own."""

@@ -30,7 +30,7 @@ ARMED_MAX: Final = 64
 
 STORE_POINTS: Final = MappingProxyType(
     {
-        # every object: containers, manifests, tombstones, records (nearkin_shared.objectstore.base)
+        # every object: containers, manifests, tombstones, records (nearkin_shared.objectstore.local)
         "object.begun": "nothing of a new object is written",
         "object.written": "the object's bytes are written under a temporary name, not synced",
         "object.synced": "the object's bytes are durable",

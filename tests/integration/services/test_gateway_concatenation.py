@@ -14,7 +14,8 @@ import pytest
 from nearkin_gateway.uploads import resumable_store as stored
 from nearkin_gateway.uploads.resumable_store import Meta, Resumable, StagedUpload
 from nearkin_shared.errors import NotFound
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.objectstore.local import LocalObjectStore
 from tests.support.servers.gateways import RunningGateway, embedded, running
 
 TUS = {"Tus-Resumable": "1.0.0"}

@@ -24,7 +24,7 @@ from nearkin_gateway.uploads import resumable_store as stored
 from nearkin_gateway.uploads.resumable_store import PART_BYTES, Meta, Resumable, StagedUpload, UploadOutcome
 from nearkin_shared.crypto.key_wrapping import generate
 from nearkin_shared.errors import Corrupt, NotFound, StoreUnavailable
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from tests.support.checks.waiting import until
 from tests.support.data.samples import noise
 from tests.support.servers.gateways import RunningGateway, embedded, running

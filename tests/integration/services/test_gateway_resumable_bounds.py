@@ -21,7 +21,8 @@ from nearkin_gateway.http.request_limits import Holders
 from nearkin_gateway.state import HAND_OVERS_MAX
 from nearkin_gateway.uploads import upload_bodies
 from nearkin_gateway.uploads.resumable_store import Meta, Resumable, StagedUpload
-from nearkin_shared.objectstore.base import LocalObjectStore, Payload
+from nearkin_shared.objectstore.base import Payload
+from nearkin_shared.objectstore.local import LocalObjectStore
 from tests.support.checks.waiting import until
 from tests.support.servers.gateways import embedded, running
 

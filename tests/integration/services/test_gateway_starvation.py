@@ -28,7 +28,7 @@ from nearkin_gateway.http.request_limits import ConcurrencyLimit, Holders, Holdi
 from nearkin_gateway.uploads.resumable_store import Meta, Resumable
 from nearkin_shared.errors import NotFound
 from nearkin_shared.limits import MIB
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from tests.support.checks.waiting import until
 from tests.support.servers.gateways import embedded, running
 

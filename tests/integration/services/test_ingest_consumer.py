@@ -26,7 +26,8 @@ from nearkin_shared.kafka.clients import Outbox, create_topics, topic
 from nearkin_shared.kafka.consumer_loop import run_forever
 from nearkin_shared.kafka.dead_letters import OMITTED_VALUE_HEADER
 from nearkin_shared.limits import FRAME_BYTES_MAX
-from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore, Payload
+from nearkin_shared.objectstore.base import ObjectStore, Payload
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.observability import metrics
 from tests.support.checks.waiting import until
 from tests.support.data.batches import take_apart

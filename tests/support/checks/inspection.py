@@ -22,9 +22,9 @@ from nearkin_shared.errors import NearkinError
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats.container import decode_container
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
-from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.objectstore.factory import as_set
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.objectstore.parity import FOLDER, SUFFIX
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from tests.support.engines.model import Seen, Violation

@@ -29,8 +29,8 @@ from nearkin.store import open_store
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, FormatTooNew, NearkinError
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.objectstore.base import LocalObjectStore
 from nearkin_shared.objectstore.factory import as_set
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.containers import ContainerStore

@@ -28,8 +28,9 @@ from nearkin_maintenance import DomainOwners, GcRun, Rewriter
 from nearkin_maintenance.gc.gc_context import GcHooks
 from nearkin_maintenance.gc.gc_run import NoIndex
 from nearkin_shared.errors import NearkinError, StoreUnavailable
-from nearkin_shared.objectstore.base import LocalObjectStore, Payload
+from nearkin_shared.objectstore.base import Payload
 from nearkin_shared.objectstore.fenced import FencedObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore

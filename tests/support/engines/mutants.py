@@ -38,7 +38,8 @@ from nearkin_shared.formats import columns, container, directory_codec
 from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kernels import xdelta3
-from nearkin_shared.objectstore import base as objectstore_base
+from nearkin_shared.objectstore import local
+from nearkin_shared.objectstore.base import AlreadyExists, Payload
 from nearkin_shared.objectstore.fenced import FencedObjectStore
 from nearkin_shared.storage import deletions
 from nearkin_shared.storage.containers import ContainerStore
@@ -50,53 +51,53 @@ from tests.support.data.stores import settings
 def bytes_not_synced() -> None:
     """Write an object without fsync."""
 
-    def write(path: Path, parts: Sequence[objectstore_base.Payload], *, drop: bool) -> None:
-        layer = vars(objectstore_base)["os"]
+    def write(path: Path, parts: Sequence[Payload], *, drop: bool) -> None:
+        layer = vars(local)["os"]
         descriptor = layer.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         layer.writev(descriptor, parts)
         layer.close(descriptor)
 
-    vars(objectstore_base)["write_durably"] = write
+    vars(local)["write_durably"] = write
 
 
 def name_not_synced() -> None:
     """Omit the sync of a manifest's folder."""
-    real = objectstore_base.sync_folder
+    real = local.sync_folder
 
     def sync(folder: Path) -> None:
         if not any(folder.glob("*.nkm")):
             real(folder)
 
-    vars(objectstore_base)["sync_folder"] = sync
+    vars(local)["sync_folder"] = sync
 
 
 def folder_not_synced() -> None:
     """Omit the sync of a new folder's parent."""
 
-    def make(self: objectstore_base.LocalObjectStore, folder: Path) -> None:
+    def make(self: local.LocalObjectStore, folder: Path) -> None:
         for above in reversed([folder, *folder.parents]):
             if not above.exists():
-                vars(objectstore_base)["os"].mkdir(above)
+                vars(local)["os"].mkdir(above)
 
-    _patch(objectstore_base.LocalObjectStore, "_make_folder", make)
+    _patch(local.LocalObjectStore, "_make_folder", make)
 
 
 def create_overwrites() -> None:
     """Check whether an object exists, then rename over it."""
 
-    def put_new(self: objectstore_base.LocalObjectStore, name: str, *parts: objectstore_base.Payload) -> None:
+    def put_new(self: local.LocalObjectStore, name: str, *parts: Payload) -> None:
         final = self._root / name
         if final.exists():
-            raise objectstore_base.AlreadyExists(name)
+            raise AlreadyExists(name)
         self._make_folder(final.parent)
         self._scratch.mkdir(exist_ok=True)
         temporary = self._scratch / f"{os.urandom(8).hex()}.part"
-        objectstore_base.write_durably(temporary, parts, drop=False)
+        local.write_durably(temporary, parts, drop=False)
         failpoint("object.synced")
         os.replace(temporary, final)
-        objectstore_base.sync_folder(final.parent)
+        local.sync_folder(final.parent)
 
-    _patch(objectstore_base.LocalObjectStore, "put_new", put_new)
+    _patch(local.LocalObjectStore, "put_new", put_new)
 
 
 def published_before_durable() -> None:

@@ -24,7 +24,8 @@ from pathlib import Path
 
 from nearkin.store import Store, open_store
 from nearkin_shared.errors import NearkinError, NotFound, StoreLocked
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.utils import failpoints
 from tests.support.checks.inspection import check_index_equals_a_rebuilt_one

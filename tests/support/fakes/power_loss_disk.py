@@ -22,8 +22,8 @@ from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any
 
-from nearkin_shared.objectstore import base as product_module
 from nearkin_shared.objectstore import group_put
+from nearkin_shared.objectstore import local as product_module
 from nearkin_shared.utils import durable_files
 from nearkin_shared.utils.frozen import frozen
 

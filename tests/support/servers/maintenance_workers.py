@@ -25,7 +25,8 @@ from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.connection import RedisServer
 from nearkin_shared.index.redis.lease import LEASE_SECONDS, Lease
-from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
+from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.containers import ContainerStore

@@ -16,7 +16,7 @@ from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.limits import MIB
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.storage import descriptor
 
 TENANTS = ("one", "two", "three")

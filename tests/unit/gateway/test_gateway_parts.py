@@ -38,7 +38,7 @@ from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.index.redis.catalog_encoding import member_start
 from nearkin_shared.limits import FRAME_BYTES_MAX
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.results import Ledger, VersionInfo
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.manifests import object_name

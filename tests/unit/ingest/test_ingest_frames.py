@@ -8,7 +8,7 @@ import pytest
 
 from nearkin_ingest.frames import DependencyUnavailable, object_frames
 from nearkin_shared.limits import FRAME_BYTES_MAX
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memory_objects
 
 

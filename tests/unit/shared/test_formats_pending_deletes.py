@@ -22,7 +22,8 @@ from nearkin_shared.formats.pending_delete_record import (
     encode_record,
     select_fitting,
 )
-from nearkin_shared.objectstore.base import AlreadyExists, LocalObjectStore
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore, record_bytes
 from nearkin_shared.utils import failpoints

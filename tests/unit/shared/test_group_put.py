@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.formats.parity_object import Scheme
 from nearkin_shared.objectstore import group_put
-from nearkin_shared.objectstore.base import LocalObjectStore, ObjectStore
+from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.group_put import put_new_many
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.objectstore.parity import ParityObjectStore
 
@@ -76,15 +78,29 @@ def test_group_without_durable_names_leaves_none(
     assert [name for name, _ in objects.names("manifests")] == [ITEMS[7][0]]
 
 
-def test_group_whose_files_are_not_synced_is_written_one_by_one(
+def test_group_whose_files_were_swept_is_written_one_by_one(
     tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process may sweep the scratch folder: `put_new` then writes the file again."""
+    objects, link_all = LocalObjectStore(tmp_path), group_put._link_all
 
-    def fail(path: str) -> None:
-        raise FileNotFoundError(2, "swept")
+    def sweep_then_link(
+        folder: LocalObjectStore, temporaries: dict[int, str], finals: dict[int, str], count: int
+    ) -> list[bool | None]:
+        folder.sweep_scratch()
+        return link_all(folder, temporaries, finals, count)
 
-    objects = LocalObjectStore(tmp_path)
-    monkeypatch.setattr(group_put, "_sync_file", fail)
+    monkeypatch.setattr(group_put, "_link_all", sweep_then_link)
     assert all(put_new_many(objects, ITEMS, threads))
     assert dict(ITEMS) == {name: objects.get(name) for name, _ in ITEMS}
+
+
+def test_large_group_is_written_in_parts(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+    """No more than GROUP_OBJECTS_MAX files are open at a time."""
+    items = [(f"manifests/00/{number:04x}/0001.nkm", b"%d" % number) for number in range(600)]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (group_put.GROUP_OBJECTS_MAX + 200, limits[1]))
+    try:
+        assert all(put_new_many(LocalObjectStore(tmp_path), items, threads))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

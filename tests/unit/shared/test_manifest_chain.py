@@ -16,7 +16,7 @@ import nearkin
 from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
 from nearkin_shared.formats import columns
 from nearkin_shared.formats.manifest import NO_PREVIOUS, Previous, decode_manifest, encode_manifest, tenant_of_manifest
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.results_json import info_from, info_json
 from nearkin_shared.storage.manifests import ManifestStore, object_name
 from tests.support.data import samples

@@ -20,8 +20,8 @@ import pytest
 from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.errors import Corrupt, NotFound, RetryableError, StoreUnavailable
 from nearkin_shared.limits import MANIFEST_BYTES_MAX, OBJECT_BYTES_MAX
-from nearkin_shared.objectstore import base as module
-from nearkin_shared.objectstore.base import TOGETHER_BYTES_MAX, LocalObjectStore
+from nearkin_shared.objectstore import local as module
+from nearkin_shared.objectstore.local import DESCRIPTOR, TOGETHER_BYTES_MAX, LocalObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from tests.support.fakes.faulty_objects import FaultyObjectStore
 
@@ -71,10 +71,47 @@ def test_folders_of_a_dead_writer_are_synced_by_the_next(tmp_path: Path, calls: 
     assert {(tmp_path / folder).stat().st_ino for folder in (".", "a", "a/b")} <= synced
 
 
+@pytest.fixture
+def unmounted(tmp_path: Path) -> LocalObjectStore:
+    """Return the open folder of a store whose disk was unmounted: the mount point is empty."""
+    (tmp_path / "store").mkdir()
+    objects = LocalObjectStore(tmp_path / "store")
+    for name in (DESCRIPTOR, "manifests/00/x"):
+        objects.put_new(name, b"1")
+    objects.get(DESCRIPTOR)
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    (tmp_path / "store").mkdir()
+    return objects
+
+
+def test_listing_of_an_unmounted_store_is_an_error(unmounted: LocalObjectStore) -> None:
+    """I10: a GC run must not see a store without manifests."""
+    with pytest.raises(StoreUnavailable, match="mount its disk again"):
+        list(unmounted.names("manifests"))
+
+
+def test_put_into_an_unmounted_store_writes_nothing(unmounted: LocalObjectStore, tmp_path: Path) -> None:
+    """I1: a put must not be acknowledged that is on the disk of the mount point."""
+    with pytest.raises(StoreUnavailable, match="mount its disk again"):
+        unmounted.put_new("containers/00/y", b"2")
+    assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert not (tmp_path / "store" / "containers").exists()
+
+
+def test_sweep_continues_behind_a_file_that_stays(tmp_path: Path) -> None:
+    """One name that cannot be removed must not keep the store from being opened."""
+    objects = LocalObjectStore(tmp_path)
+    objects.put_new("a/x", b"1")
+    (tmp_path / "tmp" / "0.part").mkdir()
+    (tmp_path / "tmp" / "1.part").write_bytes(b"half")
+    objects.sweep_scratch()
+    assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["0.part"]
+
+
 DYING = """
 import os, sys
 from pathlib import Path
-from nearkin_shared.objectstore import base as objectstore_base
+from nearkin_shared.objectstore import local as objectstore_base
 steps = 0
 def dying(real):
     def call(*given, **named):

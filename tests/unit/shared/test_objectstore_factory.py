@@ -14,9 +14,10 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, Corrupt, NotFound, StoreUnavailable
 from nearkin_shared.limits import MIB
 from nearkin_shared.objectstore import factory
-from nearkin_shared.objectstore.base import LocalObjectStore, Payload
+from nearkin_shared.objectstore.base import Payload
 from nearkin_shared.objectstore.delegating import DelegatingObjectStore
 from nearkin_shared.objectstore.factory import open_objects, open_store_of
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.objectstore.obstore_adapter import ObstoreObjectStore, memory_objects
 from nearkin_shared.objectstore.s3 import Where
 from nearkin_shared.storage import descriptor

@@ -16,7 +16,7 @@ from nearkin_shared.formats.container import encode_container
 from nearkin_shared.formats.directory import CHUNK_ROW, ChunkTable, SegmentTable
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.limits import MIB, SEGMENT_BYTES_MAX
-from nearkin_shared.objectstore.base import LocalObjectStore
+from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.reading.read_plan import ReadPlan
 from nearkin_shared.reading.restore import planned_batches
 from nearkin_shared.results import Ledger
