@@ -301,9 +301,9 @@ class LocalObjectStore:
             raise unavailable(name, err) from err
 
     def _check_mounted(self) -> None:
-        """Refuse a folder that was a store before and is empty now: its disk is not mounted (I1, I10).
+        """Refuse a folder that was a store before and is empty now: its disk is unmounted.
 
-        Raises StoreUnavailable.
+        Invariant: I1, I10. Raises StoreUnavailable.
         """
         if self._has_descriptor and not any(os.path.lexists(self._root / name) for name in STORE_ENTRIES):
             raise self._unmounted()

@@ -66,7 +66,7 @@ class _Findings:
     """Objects whose only problem is the format of a later Nearkin."""
 
     def add(self, name: str, problem: str | PermanentError, *versions: VersionName, is_too_new: bool = False) -> None:
-        """Add a problem of an object. The first counts, but damage counts more than a later format."""
+        """Add a problem. The first one counts, but damage counts more than a later format."""
         is_too_new |= isinstance(problem, FormatTooNew)
         if name not in self.problems or (name in self.too_new and not is_too_new):
             self.problems[name] = str(problem)
