@@ -1,6 +1,6 @@
 """Run a backup in a process that kills itself after so many bytes.
 
-Invariant: what the process printed before its death is what was done: bytes read, and bytes taken over.
+Invariant: the process prints before its death the bytes that it read and the bytes that it took over.
 """
 
 from __future__ import annotations

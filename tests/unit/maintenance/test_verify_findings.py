@@ -15,7 +15,7 @@ DAMAGED = Corrupt("c: its checksum does not agree")
 def test_findings_with_damage_and_later_format_report_damage(
     problems: tuple[FormatTooNew | Corrupt | str, ...],
 ) -> None:
-    """Else `nearkin verify` would end with the code of a later format, and nobody would repair."""
+    """Else `nearkin verify` would end with the code of a later format, and no repair would be made."""
     findings = _Findings()
     for problem in problems:
         findings.add("c", problem, ("default", "key", 1))
