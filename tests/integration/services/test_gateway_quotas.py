@@ -160,6 +160,25 @@ def test_refusal_by_quota_precedes_the_body(gateway: RunningGateway, token: str,
         assert connection.recv(65536).startswith(b"HTTP/1.1 507 ")
 
 
+@pytest.mark.parametrize("zeros", [1, 20, 40])
+def test_length_with_leading_zeros_counts_in_full(
+    gateway: RunningGateway, token: str, set_quota: SetQuota, zeros: int
+) -> None:
+    """Refuse a body beyond the quota however many zeros precede its declared length; take one that fits."""
+    set_quota(logical_bytes=1000)
+
+    def put(size_bytes: int) -> bytes:
+        head = (
+            f"PUT /v1/blobs/k HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
+            f"Content-Length: {'0' * zeros}{size_bytes}\r\nConnection: close\r\n\r\n"
+        )
+        return gateway.raw(head.encode() + bytes(size_bytes)).split(b"\r\n", 1)[0]
+
+    assert put(2000).startswith(b"HTTP/1.1 507 ")
+    assert put(1000).startswith(b"HTTP/1.1 201 ")
+    assert put(0).startswith(b"HTTP/1.1 507 ")
+
+
 def test_uploads_beyond_the_rate_are_slowed_then_429(client: httpx.Client, set_quota: SetQuota) -> None:
     """Read at the tenant's rate; refuse while earlier uploads have taken ten seconds more."""
     set_quota(upload_bytes_per_second=MIB)
