@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ import pytest
 from nearkin.cli import main
 from nearkin_gateway.auth import tokens
 from nearkin_gateway.auth.tenant_quota import TenantQuota, read_quotas
+from nearkin_gateway.blocking_threads import WorkerPool
 from nearkin_gateway.http.request_limits import RATE_WINDOW_SECONDS, ByteRates
 from nearkin_gateway.uploads import in_flight
 from nearkin_gateway.uploads.in_flight import InFlightUploads
@@ -109,6 +111,12 @@ def test_in_flight_uploads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(uploads), uploads.of("a").blobs, uploads._sums) == (0, 0, {})
 
 
+def on_thread(read: Callable[[str], Stats]) -> Callable[[str], Awaitable[Stats]]:
+    """Return what reads sums as a gateway does."""
+    pool = WorkerPool("test", 2)
+    return lambda tenant: pool.run(read, tenant)
+
+
 def sums(logical_bytes: int, stored_bytes: int, deleted_bytes: int = 0) -> Stats:
     ledger = Ledger(logical_bytes=logical_bytes, stored_bytes=stored_bytes)
     return cast(Stats, SimpleNamespace(ledger=ledger, deleted_bytes=deleted_bytes))
@@ -127,7 +135,7 @@ def test_usage_counts_commits_during_a_reading(monkeypatch: pytest.MonkeyPatch) 
         return found.pop(0)
 
     async def run() -> None:
-        usages = TenantUsages(read)
+        usages = TenantUsages(on_thread(read))
         first = asyncio.create_task(usages.current("t"))
         while not began:
             await asyncio.sleep(0)
@@ -153,7 +161,7 @@ def test_usage_that_was_never_read_is_an_error() -> None:
         raise StoreUnavailable(f"{tenant}: redis is away")
 
     async def run() -> None:
-        usages = TenantUsages(away)
+        usages = TenantUsages(on_thread(away))
         for _ in range(2):
             with pytest.raises(StoreUnavailable):
                 await usages.current("t")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +52,8 @@ class TenantUsage:
 class TenantUsages:
     """The usage of each tenant that was asked for; for one event loop."""
 
-    def __init__(self, read: Callable[[str], Stats]) -> None:
-        """`read` blocks; it returns sums with every version committed before the call."""
+    def __init__(self, read: Callable[[str], Awaitable[Stats]]) -> None:
+        """`read` returns sums with every version committed before the call."""
         self._read = read
         self._tenants: dict[str, TenantUsage] = {}
 
@@ -102,7 +102,7 @@ class TenantUsages:
         began = loop.time()
         usage.fresh_logical_bytes = usage.fresh_stored_bytes = 0
         try:
-            stats = await asyncio.to_thread(self._read, tenant)
+            stats = await self._read(tenant)
         except NotFound:  # an embedded gateway stores for its own tenant alone
             usage.read_at = loop.time()
         except NearkinError as err:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from nearkin_gateway.auth.tenant_quota import TenantQuota
@@ -49,12 +49,12 @@ class UploadAdmission:
     def __init__(
         self,
         quota_of: Callable[[str], TenantQuota | None],
-        read: Callable[[str], Stats],
+        read: Callable[[str], Awaitable[Stats]],
         in_flight: InFlightUploads,
         lanes: PartitionLanes,
         load: PipelineLoad,
     ) -> None:
-        """`read` blocks and returns the sums of a tenant."""
+        """`read` returns the sums of a tenant."""
         self._quota_of = quota_of
         self.in_flight = in_flight
         self._lanes, self._load = lanes, load
