@@ -19,13 +19,14 @@ from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.formats.message import End, Envelope, Frame, Segments, decode, encode
+from nearkin_shared.formats.message import End, Envelope, Frame, Segments, Sparse, decode, encode
 from nearkin_shared.kafka.clients import Headers, Outbox
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.lag import Backlog
 from nearkin_shared.kafka.offset_tracker import PartitionOffsets
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.pipeline.stage import LookupResults
+from nearkin_shared.types import FreshBatch, Locations
 from tests.support.data import content_samples as samples
 
 SETTINGS = with_changes(Settings(), {"kafka": {"upload_idle_seconds": 1}})
@@ -267,6 +268,35 @@ def test_stopped_upload_ends_as_failed() -> None:
     assert failure is not None
     assert "stopped" in failure
     assert [offset for _, offset, _ in worker.committable()] == [8]
+
+
+def test_message_without_segments_keeps_an_upload_open() -> None:
+    """A gateway that cuts sends one while its client is slow; nothing is sent on for it."""
+    outbox, envelope = Kept(), Envelope(b"x" * 16, "t", "key")
+    worker = handler(outbox)
+    worker.on_assigned(0, "")
+    data = RANDOM[:300_000]
+    chunked = ChunkerStage(SETTINGS, NAMER).decide(
+        FrameRuns(np.frombuffer(data, np.uint8), (BlobRun(0, 0, len(data), True),)), LookupResults()
+    )
+    count = len(chunked.segments.lengths)
+    segments = FreshBatch(
+        batch=chunked.segments,
+        segment_known=np.zeros(chunked.segments.segments, np.bool_),
+        segment_locations=Locations.empty(chunked.segments.segments),
+        chunk_known=np.zeros(count, np.bool_),
+        chunk_locations=Locations.empty(count),
+        first=np.arange(count, dtype=np.int64),
+        fresh=np.arange(count, dtype=np.intp),
+    )
+    worker.handle([record(0, encode(Sparse(envelope, segments)))])
+    assert len(outbox.sent) == 1
+    worker._partitions[0].open[b"x" * 16].last_seen -= 2
+    behind = replace(envelope, position=len(data), sequence=chunked.segments.segments)
+    worker.handle([record(1, encode(Sparse(behind, FreshBatch.empty())))])
+    worker.idle()
+    assert b"x" * 16 in worker._partitions[0].open
+    assert len(outbox.sent) == 1
 
 
 def test_upload_with_unread_frames_has_not_stopped() -> None:
