@@ -225,7 +225,13 @@ def test_resumable_upload_beyond_a_quota_is_507(client: httpx.Client, set_quota:
     media = {"Content-Type": "application/offset+octet-stream", "Upload-Offset": "0"}
     last = client.patch(made.headers["location"], content=content(MIB, 2), headers={**tus, **media})
     assert (last.status_code, last.json()["quota"]) == (507, "logical_bytes")
+    again = client.head(made.headers["location"], headers=tus)  # 200 at the last byte means done: its bytes are deleted
+    assert (again.status_code, "upload-offset" in again.headers) == (507, False)
+    shown = client.get(made.headers["location"]).json()
+    assert (shown["state"], shown["reason"], shown["offset_bytes"]) == ("staged", "quota-exceeded", MIB)
+    assert "limit 1048576" in shown["failure"]
     set_quota(logical_bytes=2 * MIB)
+    assert client.get(made.headers["location"]).json()["reason"] is None
     assert client.head(made.headers["location"], headers=tus).headers["upload-offset"] == str(MIB)
     until(lambda: client.get("/v1/blobs/k").status_code == 200)
     assert client.get("/v1/blobs/k").content == content(MIB, 2)

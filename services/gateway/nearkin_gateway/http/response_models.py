@@ -360,8 +360,10 @@ class ResumableUpload(BaseModel):
     state: Literal["receiving", "staged", "handed-over", "failed"] = Field(
         description="`staged`: whole; a partial upload stays so until its final upload is handed over."
     )
-    failure: str | None
-    reason: str | None = Field(description="Of a failure: `precondition-failed` where a condition refused it.")
+    failure: str | None = Field(description="Why it is not stored; with the state `staged` it may be stored later.")
+    reason: str | None = Field(
+        description="Of a failure: `precondition-failed` where a condition refused it, `quota-exceeded` with `staged`."
+    )
     status: str | None = Field(description="URL of the outcome, once the upload is complete.")
 
 

@@ -37,6 +37,7 @@ from nearkin_gateway.uploads.tus_headers import (
     parse_concat,
     parse_metadata,
 )
+from nearkin_gateway.uploads.upload_admission import QUOTA_EXCEEDED
 from nearkin_gateway.uploads.upload_bodies import CHECKSUMS, UploadMutex, receive
 from nearkin_gateway.uploads.upload_preconditions import check_newest, check_refused
 from nearkin_shared.errors import NearkinError
@@ -223,18 +224,25 @@ def _length(text: str | None, bytes_max: int) -> int:
     responses={
         200: {"description": "Where to go on.", "headers": {**_OFFSET, **_EXPIRES, **_LENGTH, **_DESCRIBED}},
         **_PROBLEMS,
+        **responses(507),
     },
     operation_id="headUpload",
 )
 async def head(request: Request, id: UploadId, caller: Writer, tus_resumable: Tus = None) -> Response:
-    """Return the durable offset of an upload; commit it if it is complete and was not yet."""
+    """Return the durable offset of an upload; commit it if it is complete and was not yet.
+
+    507: it is complete, and a quota does not allow it. It is kept and tried again; `GET` returns the reason.
+    """
     gateway = gateway_of(request)
     annotate(request, upload=id)
     check_version(tus_resumable)
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     if staged.pending:
-        with suppress(Problem):  # a part of it is damaged, and is to be sent again: say from where
+        try:
             await hand_over(gateway, staged.meta, id)
+        except Problem as err:  # of a damaged part, which is to be sent again: say from where
+            if err.name == QUOTA_EXCEEDED:  # 200 at the last byte means that the upload is done
+                raise
         staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     await check_refused(gateway, staged)
     length = {"Upload-Length": str(staged.meta.length_bytes), "Cache-Control": "no-store"}
@@ -261,8 +269,8 @@ async def get(request: Request, id: UploadId, caller: Writer) -> Response:
     annotate(request, upload=id)
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     done = staged.done
-    state = "receiving" if not staged.whole else "staged"
-    status = None
+    state, status = "receiving" if not staged.whole else "staged", None
+    failure, reason = await _refusal(gateway, staged) if done is None else (done.failure, done.reason)
     if done is not None:
         state = "failed" if done.blob is None else "handed-over"
         if done.blob is not None:
@@ -274,11 +282,22 @@ async def get(request: Request, id: UploadId, caller: Writer) -> Response:
         "length_bytes": staged.meta.length_bytes,
         "expires": datetime.fromtimestamp(staged.meta.expires_us / 1e6, UTC).isoformat(timespec="seconds"),
         "state": state,
-        "failure": None if done is None else done.failure,
-        "reason": None if done is None else done.reason,
+        "failure": failure,
+        "reason": reason,
         "status": status,
     }
     return JSONResponse(shown)
+
+
+async def _refusal(gateway: Gateway, staged: StagedUpload) -> tuple[str | None, str | None]:
+    """Return why a quota does not allow a whole upload, as text and by name."""
+    if staged.pending and staged.id not in gateway.background:  # else its own bytes count as in flight
+        try:
+            with suppress(NearkinError):
+                await gateway.admission.check_room(staged.meta.tenant, staged.meta.length_bytes)
+        except Problem as err:
+            return err.detail, err.name
+    return None, None
 
 
 @router.patch(
