@@ -358,6 +358,7 @@ def test_stats_and_explanations_are_those_of_the_store(client: httpx.Client) -> 
 
 def test_hot_settings_change_and_bad_ones_are_refused(client: httpx.Client) -> None:
     before = client.get("/v1/config").json()
+    assert [name for name, section in before["settings"].items() if section == {}] == []
     changed = client.patch("/v1/config", json={"features": {"algorithm": "ntransform"}})
     assert changed.json()["revision"] != before["revision"]
     client.put("/v1/blobs/toggled", content=noise(400_000, seed=31))
