@@ -23,22 +23,29 @@ from blake3 import blake3
 
 from nearkin.trees.entry_attributes import AttributeWriter, make_enterable, xattrs_of
 from nearkin.trees.free_names import give_free_name
-from nearkin.trees.restore_counts import Overwrite, RestoreCounts, RestoreOptions, reason_of
+from nearkin.trees.restore_counts import (
+    HAS_FILE,
+    HAS_FOLDER,
+    HAS_STORE,
+    Overwrite,
+    RestoreCounts,
+    RestoreOptions,
+    kept_folder_reason,
+    reason_of,
+)
+from nearkin.trees.store_folders import is_descriptor, is_store
 from nearkin.trees.target_deletion import (
     IS_STORE,
     Identity,
     TargetDeletion,
     check_target,
-    has_descriptor,
     is_protected,
     partial_folders,
 )
 from nearkin_shared.errors import BadInput, Corrupt, NoRoom, NotFound, StoreUnavailable
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryFlag, EntryKind, TreeEntry
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
-from nearkin_shared.storage.descriptor import NAME as STORE_DESCRIPTOR_NAME
 
-STORE_DESCRIPTOR = STORE_DESCRIPTOR_NAME.encode()
 SKIP_BYTES_MAX = 4 << 20
 """Contents that are not wanted are read over up to here; beyond, the stream is opened again."""
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -72,6 +79,8 @@ class TreeRestore:
         self._base = b""
         self._new_stores: set[bytes] = set()
         """Folders, below the target, that this run makes a store by writing its descriptor."""
+        self._descriptors: dict[bytes, PlacedEntry] = {}
+        """By folder of the tree the descriptors of stores, restored after all else in it: a killed run is continued."""
         self._folder: tuple[bytes, int] | None = None
         self._root = -1
         self._protected = frozenset(protected)
@@ -149,21 +158,47 @@ class TreeRestore:
             if accepts is not None:
                 self._add_parents(entry.folder)
             self._names.add(entry.name)
-            try:
-                self._restore(placed, descriptor)
-            except OSError as err:
-                if err.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise NoRoom(f'"{self._target}": the device is full', self._target) from err
-                self._fail(entry, err)
-            except OverflowError as err:  # a size or device number that no call of the kernel takes
-                self._fail(entry, err)
-            except Corrupt as err:  # of this file: others may be sound
-                self._contents.close()
-                self.counts.damaged += 1
-                self._fail(entry, err)
+            if is_descriptor(entry) and entry.path not in self._link_targets:
+                self._descriptors[entry.folder] = placed
+            else:
+                self._try_restore(placed, descriptor)
         self._close_folder()
         for entry in reversed(self._restored_folders):
+            self._restore_descriptor(entry.path)
             self._finish_folder(entry)
+        for folder in list(self._descriptors):
+            self._restore_descriptor(folder)
+
+    def _try_restore(self, placed: PlacedEntry, folder: int) -> None:
+        """Restore an entry; count a failure of it alone. Raises NoRoom, StoreUnavailable."""
+        entry = placed.entry
+        try:
+            self._restore(placed, folder)
+        except OSError as err:
+            if err.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise NoRoom(f'"{self._target}": the device is full', self._target) from err
+            self._fail(entry, err)
+        except OverflowError as err:  # a size or device number that no call of the kernel takes
+            self._fail(entry, err)
+        except Corrupt as err:  # of this file: others may be sound
+            self._contents.close()
+            self.counts.damaged += 1
+            self._fail(entry, err)
+
+    def _restore_descriptor(self, folder: bytes) -> None:
+        """Restore the descriptor of a store in a folder, if the tree has one."""
+        placed = self._descriptors.pop(folder, None)
+        if placed is None:
+            return
+        try:
+            descriptor = self._open_folder(self._relative(folder))
+        except OSError as err:
+            self._fail(placed.entry, err)
+            return
+        try:
+            self._try_restore(placed, descriptor)
+        finally:
+            os.close(descriptor)
 
     # --- folders -----------------------------------------------------------------------------------------------------
 
@@ -213,7 +248,7 @@ class TreeRestore:
         """
         if self._protected and is_protected(descriptor, self._protected):
             return True
-        return has_descriptor(descriptor) and path not in self._new_stores
+        return is_store(descriptor) and path not in self._new_stores
 
     def _add_parents(self, folder: bytes) -> None:
         """Note the folders that lead to an accepted entry, so that they get their attributes too."""
@@ -267,8 +302,7 @@ class TreeRestore:
         before = len(failures)
         if self._deletion.remove(entry.name, folder, entry.path, is_counted=False):
             return True
-        why = failures[before].reason if len(failures) > before else "it contains entries that are not deleted"
-        self.counts.fail(entry.path, f"a folder has this name, and cannot be replaced: {why}")
+        self.counts.fail(entry.path, kept_folder_reason(failures[before:]))
         return False
 
     def _finish_folder(self, entry: TreeEntry) -> None:
@@ -299,7 +333,7 @@ class TreeRestore:
         if entry.kind == EntryKind.FOLDER:
             self._restore_folder(entry, folder)
             return
-        if entry.name == STORE_DESCRIPTOR:
+        if is_descriptor(entry):
             self._new_stores.add(self._relative(entry.folder))
         exists = self._existing(entry.name, folder)
         if exists is not None:
@@ -308,7 +342,7 @@ class TreeRestore:
                 return
             if stat.S_ISDIR(exists.st_mode):
                 if not self._options.delete:
-                    self.counts.fail(entry.path, "a folder has this name; use --delete to replace it")
+                    self.counts.fail(entry.path, HAS_FOLDER)
                     return
                 if not self._replace(entry, folder):
                     return
@@ -360,7 +394,7 @@ class TreeRestore:
             if self._options.overwrite == Overwrite.NEVER:
                 self.counts.kept_files += 1
                 self._closed.add(entry.path)
-                self.counts.fail(entry.path, "a file has this name, and `never` keeps it: its content is not restored")
+                self.counts.fail(entry.path, HAS_FILE)
                 return
             os.unlink(entry.name, dir_fd=folder)
             exists = None
@@ -370,7 +404,7 @@ class TreeRestore:
             return
         if exists is not None and self._holds_store(entry, folder):
             self._closed.add(entry.path)
-            self.counts.fail(entry.path, f"{IS_STORE}, into which nothing is restored; move it away first")
+            self.counts.fail(entry.path, HAS_STORE)
             return
         if exists is None:
             os.mkdir(entry.name, 0o700, dir_fd=folder)
