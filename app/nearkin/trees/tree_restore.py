@@ -17,10 +17,10 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from blake3 import blake3
 
+from nearkin.trees.content_stream import ContentStream
 from nearkin.trees.entry_attributes import AttributeWriter, make_enterable, xattrs_of
 from nearkin.trees.free_names import give_free_name
 from nearkin.trees.restore_counts import (
@@ -42,12 +42,10 @@ from nearkin.trees.target_deletion import (
     is_protected,
     partial_folders,
 )
-from nearkin_shared.errors import BadInput, Corrupt, NoRoom, NotFound, StoreUnavailable
+from nearkin_shared.errors import BadInput, Corrupt, NoRoom, NotFound
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryFlag, EntryKind, TreeEntry
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
-SKIP_BYTES_MAX = 4 << 20
-"""Contents that are not wanted are read over up to here; beyond, the stream is opened again."""
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _KEPT_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -575,47 +573,3 @@ def is_same_file(entry: TreeEntry, exists: os.stat_result, overwrite: Overwrite)
         and stat.S_ISREG(exists.st_mode)
         and (exists.st_size, exists.st_mtime_ns) == (entry.size, entry.mtime_ns)
     )
-
-
-@runtime_checkable
-class ClosableIterator(Protocol):
-    """An iterator that a caller who stops early closes."""
-
-    def close(self) -> None:
-        """End the reading."""
-
-
-class ContentStream:
-    """Reads ascending ranges of contents as one stream where they are close together."""
-
-    def __init__(self, open_range: Callable[[int, int], Iterable[memoryview]], stop: int) -> None:
-        """`stop`: end of all contents."""
-        self._open_range = open_range
-        self.stop = stop
-        self._pieces: Iterator[memoryview] | None = None
-        self._piece = memoryview(b"")
-        self._position = 0
-
-    def read(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes [start, stop). Raises Corrupt, StoreUnavailable."""
-        if self._pieces is None or not self._position <= start <= self._position + len(self._piece) + SKIP_BYTES_MAX:
-            self.close()
-            self._pieces, self._position = iter(self._open_range(start, self.stop)), start
-        while start < stop:
-            if self._position + len(self._piece) <= start:
-                self._position += len(self._piece)
-                piece = next(self._pieces, None)
-                if piece is None:
-                    raise StoreUnavailable(f"contents end at byte {self._position}, {stop} are needed; try again")
-                self._piece = piece
-                continue
-            first = start - self._position
-            part = self._piece[first : first + stop - start]
-            yield part
-            start += len(part)
-
-    def close(self) -> None:
-        """End the stream."""
-        pieces, self._pieces, self._piece = self._pieces, None, memoryview(b"")
-        if isinstance(pieces, ClosableIterator):
-            pieces.close()
