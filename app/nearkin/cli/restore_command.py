@@ -178,7 +178,7 @@ def _plan(
     protected: frozenset[tuple[int, int]],
     patterns: Sequence[PathPatterns | None],
 ) -> int:
-    """Print what a restore would do; return the exit code that it would have, as far as is known."""
+    """Print what a restore would do; return the exit code that it would have."""
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import print_json, print_line, warn
     from nearkin.cli.tree_output import path_lines, patterns_json

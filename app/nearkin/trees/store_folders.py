@@ -61,7 +61,7 @@ def is_store(folder: int) -> bool:
 
 
 def open_path(path: bytes | Path, *, follow_symlinks: bool = True) -> int:
-    """Return a descriptor of a folder for the other functions; it lists nothing. Raises OSError."""
+    """Return a descriptor of a folder that need not be readable. Raises OSError."""
     return os.open(path, _FOLDER_FLAGS | (0 if follow_symlinks else os.O_NOFOLLOW))
 
 
@@ -102,7 +102,7 @@ def _is_parsed(data: bytes) -> bool:
 
 
 def _has_objects(folder: int) -> bool:
-    """Return whether a folder has objects: its damaged descriptor can be repaired by its parity."""
+    """Return whether a folder has objects, which a damaged descriptor belongs to."""
     for name in _OBJECT_FOLDERS:
         try:
             os.stat(name, dir_fd=folder)
