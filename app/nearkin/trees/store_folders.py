@@ -43,7 +43,7 @@ def is_descriptor(entry: TreeEntry) -> bool:
 
 
 def has_descriptor(folder: int) -> bool:
-    """Return whether an open folder has the descriptor of any store, whoever made it."""
+    """Return whether an open folder has the descriptor of a store, made by any user."""
     return _descriptor_owner(folder) is not None
 
 

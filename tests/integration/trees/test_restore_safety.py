@@ -143,7 +143,7 @@ def write_nearkin_json(place: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "symlink", "empty", "other", "large"])
 def test_name_of_a_descriptor_alone_makes_no_store(kind: str, folder: Path, tmp_path: Path) -> None:
-    """Whoever may write in a folder could else refuse every restore below it."""
+    """A user who may write in a folder could else refuse every restore below it."""
     target = tmp_path / "above" / "target"
     (target / "sub").mkdir(parents=True)
     (target / "other").mkdir()
@@ -160,7 +160,7 @@ def test_name_of_a_descriptor_alone_makes_no_store(kind: str, folder: Path, tmp_
 
 @pytest.mark.parametrize("damage", ["none", "later format", "damaged", "encrypted"])
 def test_descriptor_makes_a_store(damage: str, folder: Path, tmp_path: Path) -> None:
-    """One that this release cannot read, and a damaged one beside its objects, too."""
+    """One that this release cannot read, and a damaged one next to its objects, too."""
     (folder / "sub" / "b").unlink()
     chosen = settings(ENCRYPTED) if damage == "encrypted" else None
     with open_store(folder / "sub", create=True, settings=chosen) as other:
