@@ -184,7 +184,7 @@ def test_restore_reports_entries_that_cannot_be_written(store: Path, tmp_path: P
 def test_dry_run_counts_entries_that_are_refused(
     flags: tuple[str, ...], store: Path, tmp_path: Path, call: InProcess
 ) -> None:
-    """A store, and an entry of another kind, where the tree has an entry: a dry run names them, and ends with code 3."""
+    """A store, and an entry of another kind, where the tree has an entry: a dry run names them, exit code 3."""
     target = tmp_path / "target"
     with open_store(target / "etc", create=True):
         pass

@@ -2,7 +2,7 @@
 
     nearkin.json is a regular file -> a descriptor of any version? a damaged one next to objects? -> a store
 
-A store is no place for entries of a tree. The name alone proves nothing: a tree may contain a folder of that name, and
+Entries of a tree are not restored into a store. The name alone proves nothing: a tree may contain a folder of that name, and
 any user may make a file of that name in a folder such as /tmp.
 """
 
