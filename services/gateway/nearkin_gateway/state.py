@@ -108,7 +108,9 @@ class Gateway:
         self.load = PipelineLoad(None if self.pipeline is None else self.pipeline.wait_seconds, self.pools.control)
         in_flight = InFlightUploads()
         lanes = self._make_lanes(in_flight)
-        self.admission = UploadAdmission(self._quota_of, self._recount, in_flight, lanes, self.load)
+        self.admission = UploadAdmission(
+            self._quota_of, self._recount, in_flight, lanes, self.load, self.uploads, self.resumable.staged
+        )
         self.outcomes.on_event = self.admission.on_event
         self.insight = UsageStats(self.catalogue)
         self.readiness = Readiness({"object store": self.catalogue.check, "uploads": self.ingest.check, **self.checks})
@@ -116,8 +118,8 @@ class Gateway:
             None if self.tokens is None else Sessions(self.catalogue.secret, self.tokens, limits.SESSION_SECONDS)
         )
 
-    async def _recount(self, tenant: str) -> Stats:
-        return await self.pools.control.run(self.catalogue.recount, tenant)
+    async def _recount(self, tenant: str, needs_whole: bool) -> tuple[Stats, bool]:
+        return await self.pools.control.run(self.catalogue.recount, tenant, needs_whole=needs_whole)
 
     def _make_lanes(self, in_flight: InFlightUploads) -> PartitionLanes:
         if self.pipeline is None:

@@ -241,9 +241,9 @@ def test_sums_of_quotas_occupy_no_thread_of_the_store(tmp_path: Path, monkeypatc
     tokens.set_quota(file, "default", TenantQuota(logical_bytes=MIB))
     recount = VersionCatalog.recount
 
-    def observed(catalogue: VersionCatalog, tenant: str) -> Stats:
+    def observed(catalogue: VersionCatalog, tenant: str, *, needs_whole: bool) -> tuple[Stats, bool]:
         threads.append(threading.current_thread().name)
-        return recount(catalogue, tenant)
+        return recount(catalogue, tenant, needs_whole=needs_whole)
 
     monkeypatch.setattr(VersionCatalog, "recount", observed)
     with running(embedded(tmp_path / "store", {"auth": {"tokens_file": str(file)}})) as gateway:

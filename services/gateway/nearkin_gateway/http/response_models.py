@@ -96,9 +96,9 @@ class DeletedPage(BaseModel):
 
 
 class QuotaUse(BaseModel):
-    """The bytes that count against a quota, uploads in flight included, and its limit."""
+    """The bytes that count against a quota, also those of uncommitted uploads; its limit."""
 
-    value: int
+    value: int | None = Field(description="Null while the index is rebuilt and this gateway has not read them before.")
     limit: int
 
 

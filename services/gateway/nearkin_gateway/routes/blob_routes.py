@@ -175,6 +175,7 @@ async def put_blob(
     await check_open_to(request, gateway, caller)
     check_declared(request, bytes_max)
     gateway.admission.check_rate(caller.tenant)
+    gateway.admission.check_slots(caller.tenant)
     if asks_first(request):
         gateway.admission.check_lag(caller.tenant)
     metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)

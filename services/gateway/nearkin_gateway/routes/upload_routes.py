@@ -166,10 +166,12 @@ async def create(
         return _answer(201, Location=f"/v1/uploads/{final.id}", **_progress(final.meta, final.offset))
     meta = replace(meta, length_bytes=_length(upload_length, int(gateway.bounds.body_bytes_max)))
     gateway.resumable.check_room(caller.holders)
-    await gateway.admission.check_room(caller.tenant, meta.length_bytes)
     await check_newest(gateway, meta.tenant, meta.key, meta.precondition)
+    await gateway.admission.check_room(caller.tenant, meta.length_bytes)
+    # No other task runs between the check and this: of several that begin at once, as many begin as fit.
+    number = gateway.resumable.reserve(meta)
     with_body = request.headers.get("content-type", "").partition(";")[0].strip().lower() == OFFSET_MEDIA
-    number = await asyncio.to_thread(gateway.resumable.create, meta)
+    await asyncio.to_thread(gateway.resumable.create, meta, number)
     annotate(request, upload=number)
     offset = await _receive_first(request, gateway, caller, StagedUpload(number, meta, (), None)) if with_body else 0
     if offset == meta.length_bytes and not meta.partial:
@@ -292,11 +294,11 @@ async def get(request: Request, id: UploadId, caller: Writer) -> Response:
 async def _refusal(gateway: Gateway, staged: StagedUpload) -> tuple[str | None, str | None]:
     """Return why a quota does not allow a whole upload, as text and by name."""
     if staged.pending and staged.id not in gateway.background:  # else its own bytes count as in flight
-        try:
-            with suppress(NearkinError):
-                await gateway.admission.check_room(staged.meta.tenant, staged.meta.length_bytes)
-        except Problem as err:
-            return err.detail, err.name
+        meta = staged.meta
+        with suppress(NearkinError):
+            problem = await gateway.admission.find_refusal(meta.tenant, meta.length_bytes, without=(staged.id,))
+            if problem is not None:
+                return problem.detail, problem.name
     return None, None
 
 
