@@ -17,9 +17,10 @@ from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
 from nearkin_chunker.handler import STATES_MAX, ChunkerHandler, check_messages_fit, split_segments
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import ConfigError
+from nearkin_shared.errors import ConfigError, TenantErased
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.formats.message import End, Envelope, Frame, Segments, Sparse, decode, encode
+from nearkin_shared.formats.blob_table import BatchedBlob
+from nearkin_shared.formats.message import Batch, BatchEnd, End, Envelope, Frame, Segments, Sparse, decode, encode
 from nearkin_shared.kafka.clients import Headers, Outbox
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.lag import Backlog
@@ -439,3 +440,25 @@ def test_record_of_another_tenant_is_a_dead_letter() -> None:
     end = ends[b"a" * 16]
     assert (end.failure, end.envelope.tenant) == (None, "t")
     assert len(outbox.dead) == 2
+
+
+def test_batch_that_cannot_be_cut_names_its_blobs() -> None:
+    """Send the failure and an end, by which the committer reports each blob: the failure names the batch."""
+
+    def stage_of(tenant: str) -> ChunkerStage:
+        raise TenantErased(f"tenant {tenant!r}: its keys were erased")
+
+    outbox = Kept()
+    worker = ChunkerHandler(SETTINGS, stage_of, outbox, Waiting(), OBJECTS)
+    worker.on_assigned(0, "")
+    blobs = tuple(BatchedBlob(key, 5, bytes(32), key.encode() * 16, 1, {"n": key}, b"00-1") for key in "abc")
+    envelope = Envelope(b"a" * 16, "t", "a", blobs=3)
+    worker.handle([record(0, encode(Batch(envelope, blobs, np.zeros(15, np.uint8))))])
+    failure, end = [decode(value, "segments") for _, value in outbox.sent]
+    assert isinstance(failure, End)
+    assert failure.failure is not None
+    assert "its keys were erased" in failure.failure
+    assert end == BatchEnd(envelope, tuple(replace(blob, segments=0) for blob in blobs))
+    assert len(outbox.dead) == 1
+    worker.drain(0)
+    assert [offset for _, offset, _ in worker.committable()] == [1]
