@@ -2,8 +2,8 @@
 
     nearkin.json is a regular file -> a descriptor of any version? a damaged one next to objects? -> a store
 
-Entries of a tree are not restored into a store. The name alone proves nothing: a tree may contain a folder of that name, and
-any user may make a file of that name in a folder such as /tmp.
+Entries of a tree are not restored into a store. The name alone proves nothing: a tree may contain a folder of that
+name, and any user may make a file of that name in a folder such as /tmp.
 """
 
 from __future__ import annotations
