@@ -1,6 +1,6 @@
 """Restore a tree, or a part of it, into a folder.
 
-    entries in order -> folders, files, links -> attributes of folders, the deepest first
+    entries in order -> folders, files, links; entries of folders, last first -> attributes of folders
 
 Every call names an entry by the descriptor of its folder, which is opened from the target on without following a
 symlink, so that no entry is written outside the target. Contents are read as one stream.
@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from nearkin.trees.content_stream import ContentStream
 from nearkin.trees.entry_attributes import AttributeWriter, make_enterable, xattrs_of
+from nearkin.trees.entry_marks import EntryMarks
 from nearkin.trees.free_names import give_free_name
 from nearkin.trees.restore_counts import (
     HAS_FILE,
@@ -46,6 +47,8 @@ from nearkin_shared.errors import BadInput, Corrupt, NoRoom, NotFound
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryFlag, EntryKind, TreeEntry
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
+KNOWN_FOLDERS_MAX = 10_000
+"""Paths in memory that lead to accepted entries, about 1 MB."""
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _KEPT_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -77,8 +80,6 @@ class TreeRestore:
         self._base = b""
         self._new_stores: set[bytes] = set()
         """Folders, below the target, that this run makes a store by writing its descriptor."""
-        self._descriptors: dict[bytes, PlacedEntry] = {}
-        """By folder of the tree the descriptors of stores, restored after all else in it: a killed run is continued."""
         self._folder: tuple[bytes, int] | None = None
         self._root = -1
         self._protected = frozenset(protected)
@@ -90,11 +91,12 @@ class TreeRestore:
         self._link_sources: dict[bytes, bytes] = {}
         """For a hard link that is restored as a file: the path whose content it has."""
         self._closed: set[bytes] = set()
-        """Folders of the tree that are not restored."""
-        self._restored_folders: list[TreeEntry] = []
-        """Folders whose attributes are set at the end, each after those that contain it."""
+        """Folders of the tree that are not restored, nor what is below them."""
+        self._late = EntryMarks()
+        """Folders, whose attributes are set at the end, and descriptors of stores, restored after all else in their
+        folders: a killed run can be continued."""
         self._known_folders: set[bytes] = set()
-        """Their paths, if only some entries are restored."""
+        """Paths of some of these folders, if only some entries are restored."""
         self._names: set[bytes] = set()
 
     def run(self, path: bytes = b"") -> RestoreCounts:
@@ -115,7 +117,7 @@ class TreeRestore:
             self._base = path
             entries = self._reader.below(path)
             if single is not None:
-                self._restored_folders.append(single.entry)
+                self._late.add(single.ordinal)
             summary = self._reader.summary
             if summary.entries > summary.files + summary.folders:
                 self._link_targets = frozenset(self._reader.hard_link_targets())
@@ -139,14 +141,12 @@ class TreeRestore:
         for placed in entries:
             entry = placed.entry
             if not entry.name:
-                self._restored_folders.append(entry)
+                self._late.add(placed.ordinal)
                 continue
             accepts = self._options.accepts
             if accepts is not None and not accepts(entry):
                 continue
-            if self._closed and entry.folder in self._closed:
-                if entry.kind == EntryKind.FOLDER:
-                    self._closed.add(entry.path)
+            if self._closed and self._is_closed(entry.folder):
                 continue
             try:
                 descriptor = self._folder_of(entry.folder)
@@ -155,17 +155,31 @@ class TreeRestore:
                 continue
             if accepts is not None:
                 self._add_parents(entry.folder)
-            self._names.add(entry.name)
+            if self._deletes:
+                self._names.add(entry.name)
             if is_descriptor(entry) and entry.path not in self._link_targets:
-                self._descriptors[entry.folder] = placed
+                self._late.add(placed.ordinal)
             else:
                 self._try_restore(placed, descriptor)
         self._close_folder()
-        for entry in reversed(self._restored_folders):
-            self._restore_descriptor(entry.path)
-            self._finish_folder(entry)
-        for folder in list(self._descriptors):
-            self._restore_descriptor(folder)
+        self._run_late()
+
+    def _run_late(self) -> None:
+        """Restore descriptors and attributes of folders: those in a folder come before its own."""
+        for placed in self._reader.entries_backward(self._late.has_any):
+            if placed.ordinal not in self._late:
+                continue
+            if placed.entry.kind == EntryKind.FOLDER:
+                self._finish_folder(placed.entry)
+                self._new_stores.discard(self._relative(placed.entry.path))
+            else:
+                self._restore_descriptor(placed)
+
+    def _is_closed(self, folder: bytes) -> bool:
+        """Return whether a folder of the tree, or one that contains it, is not restored."""
+        while folder and folder not in self._closed:
+            folder = folder.rpartition(b"/")[0]
+        return bool(folder)
 
     def _try_restore(self, placed: PlacedEntry, folder: int) -> None:
         """Restore an entry; count a failure of it alone. Raises NoRoom, StoreUnavailable."""
@@ -183,13 +197,10 @@ class TreeRestore:
             self.counts.damaged += 1
             self._fail(entry, err)
 
-    def _restore_descriptor(self, folder: bytes) -> None:
-        """Restore the descriptor of a store in a folder, if the tree has one."""
-        placed = self._descriptors.pop(folder, None)
-        if placed is None:
-            return
+    def _restore_descriptor(self, placed: PlacedEntry) -> None:
+        """Restore the descriptor of a store, after all else of the store."""
         try:
-            descriptor = self._open_folder(self._relative(folder))
+            descriptor = self._open_folder(self._relative(placed.entry.folder))
         except OSError as err:
             self._fail(placed.entry, err)
             return
@@ -249,7 +260,12 @@ class TreeRestore:
         return is_store(descriptor) and path not in self._new_stores
 
     def _add_parents(self, folder: bytes) -> None:
-        """Note the folders that lead to an accepted entry, so that they get their attributes too."""
+        """Note the folders that lead to an accepted entry, so that they get their attributes too.
+
+        A folder that is no longer known is looked up again.
+        """
+        if len(self._known_folders) >= KNOWN_FOLDERS_MAX:
+            self._known_folders.clear()
         missing = list[bytes]()
         while folder and folder != self._base and folder not in self._known_folders:
             missing.append(folder)
@@ -257,7 +273,7 @@ class TreeRestore:
         for path in reversed(missing):
             self._known_folders.add(path)
             with suppress(NotFound):  # a tree may lack entries of folders above its paths
-                self._restored_folders.append(self._reader.find(path).entry)
+                self._late.add(self._reader.find(path).ordinal)
 
     def _close_folder(self) -> None:
         """Close the folder in progress; with `delete`, delete what else it contains.
@@ -329,7 +345,7 @@ class TreeRestore:
     def _restore(self, placed: PlacedEntry, folder: int) -> None:
         entry = placed.entry
         if entry.kind == EntryKind.FOLDER:
-            self._restore_folder(entry, folder)
+            self._restore_folder(placed, folder)
             return
         if is_descriptor(entry):
             self._new_stores.add(self._relative(entry.folder))
@@ -386,7 +402,8 @@ class TreeRestore:
         finally:
             os.close(descriptor)
 
-    def _restore_folder(self, entry: TreeEntry, folder: int) -> None:
+    def _restore_folder(self, placed: PlacedEntry, folder: int) -> None:
+        entry = placed.entry
         exists = self._existing(entry.name, folder)
         if exists is not None and not stat.S_ISDIR(exists.st_mode):
             if self._options.overwrite == Overwrite.NEVER:
@@ -408,7 +425,7 @@ class TreeRestore:
             os.mkdir(entry.name, 0o700, dir_fd=folder)
         elif exists.st_mode & 0o700 != 0o700:
             make_enterable(entry.name, folder)
-        self._restored_folders.append(entry)
+        self._late.add(placed.ordinal)
         if self._options.accepts is not None:
             self._known_folders.add(entry.path)
         self.counts.folders += 1
@@ -493,7 +510,7 @@ class TreeRestore:
         copied = content.entry._replace(folder=entry.folder, name=entry.name)
         self._sources.pop(entry.target, None)
         self._link_sources[entry.path] = entry.target
-        self._restore(PlacedEntry(copied, content.start), folder)
+        self._restore(PlacedEntry(copied, content.start, placed.ordinal), folder)
 
     def _link(self, path: bytes, identity: tuple[int, int], name: bytes, folder: int, *, replaces: bool) -> bool:
         """Make another name of a file of this run; return whether it is that file."""
