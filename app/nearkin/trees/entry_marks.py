@@ -1,3 +1,4 @@
+# size: a set with its own tests; tree_restore would exceed its limit with it
 """Mark entries of a tree by their ordinals, one bit for each entry.
 
     add(ordinal) -> bit        has_any(first, stop) -> whether a group of entries is read again
