@@ -7,6 +7,7 @@ versions are kept; there is one GC run a day. Bytes read and written are those o
 (/proc/self/io), the index included.
 
     python -m benchmarks.gc_cost --scales 1 2 4 --modes mark-sweep hybrid --days 14 --out gc-cost
+    python -m benchmarks.gc_cost --versions 1000 10000 --deleted 1      one deletion among many (gc_deletion.py)
 
 Writes OUT.json, OUT.md and, with matplotlib, OUT.svg and OUT.png.
 """
@@ -24,6 +25,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.gc_days import count_updates, stretches
+from benchmarks.gc_deletion import deletion_table, measure_deletions
 from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes, records_like, text_like
 from nearkin_shared.config.loader import with_changes
@@ -164,8 +166,15 @@ def main() -> None:
     parser.add_argument("--scales", type=int, nargs="+", default=[1, 2, 4], help="times 8 MB of content")
     parser.add_argument("--modes", nargs="+", choices=GC_MODES, default=[MARK_SWEEP, "hybrid"])
     parser.add_argument("--days", type=int, default=21)
+    parser.add_argument("--versions", type=int, nargs="+", help="small versions, of which some are deleted")
+    parser.add_argument("--deleted", type=int, default=1, help="versions to delete, with --versions")
     parser.add_argument("--out", type=Path, default=Path("gc-cost"))
     given = parser.parse_args()
+    if given.versions:
+        rows = deletion_table(measure_deletions(given.modes, given.versions, given.deleted))
+        given.out.with_suffix(".md").write_text(rows)
+        print(rows, end="")
+        return
     days = []
     for mode in given.modes:
         for scale in given.scales:
