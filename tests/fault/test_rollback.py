@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -340,10 +341,12 @@ def test_heads_without_room_release_the_reserve(tmp_path: Path, monkeypatch: pyt
     update = VersionHeads.update
     with open_store(tmp_path / "s", create=True) as store:
 
-        def update_on_full_disk(self: VersionHeads, manifests: ManifestStore) -> RolledBack:
+        def update_on_full_disk(
+            self: VersionHeads, manifests: ManifestStore, keys: Collection[bytes] | None
+        ) -> RolledBack:
             if store.reserve.size_bytes() or no_room:
                 raise NoRoom("heads/versions: no space left")
-            return update(self, manifests)
+            return update(self, manifests, keys)
 
         no_room = False
         store.put("db", b"content")

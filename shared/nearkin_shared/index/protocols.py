@@ -141,6 +141,30 @@ class SupportsCollection(Protocol):
         """
 
 
+@frozen
+class IndexSnapshot:
+    """Versions and containers that an index lists at one moment, about 200 bytes each."""
+
+    versions: Mapping[bytes, bytes]
+    """Packed marks of each version by its key in the index; keys of one blob key differ in the last 8 bytes."""
+    containers: Mapping[int, bytes]
+    """Check of each container's summary, 8 bytes; it changes when the container is rewritten."""
+
+
+@runtime_checkable
+class SupportsSnapshots(Protocol):
+    """Index that lists all versions and containers at low cost, to find those that changed."""
+
+    def snapshot(self) -> IndexSnapshot:
+        """Return all versions and containers. Raises IndexDamaged."""
+
+    def version_names(self, keys: Collection[bytes]) -> dict[bytes, tuple[str, str, int]]:
+        """Return (tenant, key, version) of each key that is still listed.
+
+        Raises: IndexDamaged.
+        """
+
+
 @runtime_checkable
 class SupportsGenerations(Protocol):
     """Index that counts GC runs, which reveals a restored older copy of it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol, Self
 
@@ -205,6 +205,17 @@ class ContainerStore:
             found.setdefault(container, {})[generation] = size_bytes
             if generation > self._generations.get(container, 0):
                 self._set_generation(container, generation)
+        return found
+
+    def generations_of(self, containers: Collection[int]) -> dict[int, dict[int, int]]:
+        """Return the bytes of each generation of some containers; list their folders alone."""
+        found: dict[int, dict[int, int]] = {}
+        for folder in sorted({object_name(ContainerId(container)).rpartition("/")[0] for container in containers}):
+            for container, generation, size_bytes in self._listed(folder):
+                if container in containers:
+                    found.setdefault(container, {})[generation] = size_bytes
+                    if generation > self._generations.get(container, 0):
+                        self._set_generation(container, generation)
         return found
 
     def _listed(self, folder: str) -> Iterator[tuple[ContainerId, int, int]]:

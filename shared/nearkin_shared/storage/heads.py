@@ -169,16 +169,17 @@ class VersionHeads:
             self._replace(before, Heads(versions, before.sequences))
         return lost
 
-    def update(self, manifests: ManifestStore) -> RolledBack:
+    def update(self, manifests: ManifestStore, keys: Collection[bytes] | None = None) -> RolledBack:
         """Record the current heads; return the missing objects that an earlier run recorded.
 
-        A head is never lowered.
+        A head is never lowered. `keys`: digests of the only keys that are listed.
 
         Raises: StoreUnavailable, AlreadyExists (another process wrote the record).
         """
         before = self.read()
-        now = list_heads(manifests, before.versions)
-        lost = self._without_hidden(lost_heads(before.versions, now))
+        recorded = {key: head for key, head in before.versions.items() if keys is None or key in keys}
+        now = list_heads(manifests, recorded, keys)
+        lost = self._without_hidden(lost_heads(recorded, now))
         versions = {**before.versions}
         sequences = {key: {**of} for key, of in before.sequences.items() if key not in now.heads.versions}
         for key, head in now.heads.versions.items():
@@ -332,17 +333,20 @@ class RolledBack(NamedTuple):
 NO_SEQUENCES = Sequences()
 
 
-def list_heads(manifests: ManifestStore, recorded: Mapping[bytes, int]) -> ListedHeads:
+def list_heads(
+    manifests: ManifestStore, recorded: Mapping[bytes, int], keys: Collection[bytes] | None = None
+) -> ListedHeads:
     """Return the heads of all listed manifests, marks and retention records.
 
-    `recorded` versions by digest of the key are looked for. Invalid names are ignored; `verify` reports them.
+    `keys`: digests of the only keys to list. `recorded` versions by digest of the key are looked for. Invalid names are
+    ignored; `verify` reports them.
 
     Raises: StoreUnavailable.
     """
     versions: dict[bytes, int] = {}
     sequences: dict[bytes, dict[int, Sequences]] = {}
     committed, existing = set(), set()
-    listed = manifests.listing()
+    listed = manifests.listing(keys)
     for entries in listed:
         for name, _ in entries:
             if (key_version := key_and_version(name)) is None:

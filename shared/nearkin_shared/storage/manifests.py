@@ -11,7 +11,7 @@ Invariant: a version exists exactly when its manifest does (I2), and is visible 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -86,6 +86,11 @@ def key_digest(tenant: str, key: str) -> str:
     A key never becomes a path (I9).
     """
     return blake3(tenant.encode() + b"\0" + key.encode()).hexdigest(length=16)
+
+
+def key_folder(digest: bytes) -> str:
+    """Return the folder of all objects of a key, by the digest of the key."""
+    return f"manifests/{digest.hex()[:2]}/{digest.hex()}"
 
 
 def object_name(tenant: str, key: str, version: int) -> str:
@@ -311,13 +316,16 @@ class ManifestStore:
         listed = self.listing()
         return listed.manifests, listed.marks
 
-    def listing(self) -> ManifestListing:
+    def listing(self, keys: Iterable[bytes] | None = None) -> ManifestListing:
         """Return (object name, bytes) of every manifest, mark and retention record, sorted.
+
+        `keys`: digests of keys; only their objects are listed.
 
         Raises: StoreUnavailable.
         """
         found = ManifestListing([], [], [])
-        for entry in sorted(self._objects.names("manifests")):
+        folders = ["manifests"] if keys is None else [key_folder(key) for key in sorted(keys)]
+        for entry in sorted(entry for folder in folders for entry in self._objects.names(folder)):
             if entry[0].endswith(MARK_SUFFIX):
                 found.marks.append(entry)
             elif entry[0].endswith(RETENTION_SUFFIX):

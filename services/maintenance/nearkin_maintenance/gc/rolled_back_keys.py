@@ -7,7 +7,7 @@ of a newest version stays reported until the operator gives the version up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from nearkin_shared.errors import Corrupt, NoRoom, StoreUnavailable
@@ -46,20 +46,25 @@ def check_none_rolled_back(objects: ObjectStore, *, record: bool) -> None:
     )
 
 
-def record_heads(objects: ObjectStore, release_reserve: Callable[[], bool] = lambda: False) -> int:
+def record_heads(
+    objects: ObjectStore,
+    release_reserve: Callable[[], bool] = lambda: False,
+    keys: Collection[bytes] | None = None,
+) -> int:
     """Record the highest version and sequences of each key; return how many are rolled back.
 
-    On a full disk `release_reserve` may make room for one more attempt.
+    `keys`: digests of the only keys that have changed, None for all. On a full disk `release_reserve` may make room for
+    one more attempt.
 
     Raises: Corrupt for a name that no record has, NoRoom if there is no reserve to release.
     """
     try:
         try:
-            removed = VersionHeads(objects).update(ManifestStore(objects))
+            removed = VersionHeads(objects).update(ManifestStore(objects), keys)
         except NoRoom:
             if not release_reserve():
                 raise
-            removed = VersionHeads(objects).update(ManifestStore(objects))
+            removed = VersionHeads(objects).update(ManifestStore(objects), keys)
     except NoRoom:
         raise
     except StoreUnavailable as err:  # for example a full disk: the run itself has succeeded

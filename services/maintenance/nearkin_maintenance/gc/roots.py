@@ -15,7 +15,13 @@ from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.head_record import Heads, Sequences
 from nearkin_shared.formats.tombstone import Mark, MarkKind
 from nearkin_shared.storage.heads import head_name, lost_record
-from nearkin_shared.storage.manifests import ManifestStore, key_and_version, marked_version, retained_manifest
+from nearkin_shared.storage.manifests import (
+    ManifestListing,
+    ManifestStore,
+    key_and_version,
+    marked_version,
+    retained_manifest,
+)
 from nearkin_shared.storage.retention_records import record_sequence
 from nearkin_shared.utils.frozen import frozen
 
@@ -34,6 +40,8 @@ class RootVersion:
     """The tombstone by which the version has expired, or None."""
     retentions: list[str] = field(default_factory=list)
     """Object names of its retention records, ascending."""
+    until_us: int = 0
+    """End of its undelete window if it is deleted, else 0."""
 
 
 @frozen
@@ -60,16 +68,18 @@ def find_roots(
     now_us: int,
     ends: Callable[[Mark], bool] = lambda mark: False,
     heads: Heads = NO_HEADS,
+    listing: ManifestListing | None = None,
 ) -> Roots:
     """List all manifests and tombstones and classify their versions.
 
-    `ends` selects tombstones of deleted versions that expire now, whatever remains of their undelete window. A version
-    without a tombstone or retention record that `heads` have is kept.
+    `listing`: all objects of some keys; only their versions are classified. `ends` selects tombstones of deleted
+    versions that expire now, whatever remains of their undelete window. A version without a tombstone or retention
+    record that `heads` have is kept.
 
     Raises: Corrupt for a name that belongs to no version, StoreUnavailable.
     """
     versions: dict[str, RootVersion] = {}
-    listed, marks, retentions = manifests.listing()
+    listed, marks, retentions = manifests.listing() if listing is None else listing
     for name, _ in listed:
         versions[name] = RootVersion(name, committed=True)
     for name, size_bytes in marks:
@@ -85,6 +95,8 @@ def find_roots(
     for name, version in versions.items():
         version.marks.sort()
         mark = _highest(manifests, version, refused)
+        if mark is not None and mark.kind is MarkKind.DELETED:
+            version.until_us = mark.until_us
         if _has_lost_record(version, heads):
             version.ended = None
         elif mark is not None and (_is_over(mark, now_us) or (mark.kind is MarkKind.DELETED and ends(mark))):

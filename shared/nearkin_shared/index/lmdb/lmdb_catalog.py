@@ -34,7 +34,7 @@ ENTRIES_A_PAGE = 1024
 ENTRIES_FIRST_MIN = 16
 """Least number of entries read at once: a key may have several versions."""
 VERSION_MAX = (1 << 64) - 1
-_NO_MARKS = MARKED.pack(0, 0)
+NO_MARKS = MARKED.pack(0, 0)
 
 
 class LmdbCatalog(LmdbTransactions):
@@ -129,7 +129,7 @@ class LmdbCatalog(LmdbTransactions):
         with self._writing() as txn:
             for mark in marks:
                 name = MARK_HEAD + self._names.version_key(mark.tenant, mark.key, mark.version)
-                if (mark.sequence, mark.marks_bytes) > MARKED.unpack(txn.get(name, _NO_MARKS, db=self._meta)):
+                if (mark.sequence, mark.marks_bytes) > MARKED.unpack(txn.get(name, NO_MARKS, db=self._meta)):
                     txn.put(name, MARKED.pack(mark.sequence, mark.marks_bytes), db=self._meta)
 
     def correct_marks(self, marks: Sequence[MarkedVersion]) -> None:
@@ -184,7 +184,18 @@ class LmdbCatalog(LmdbTransactions):
                     if not key.startswith(head):
                         break
                     row = parse_version(key, self._names.text(key, value))
-                    found.append((row.tenant, decode_version(row, MARKED.unpack(marks.get(key, _NO_MARKS)))))
+                    found.append((row.tenant, decode_version(row, MARKED.unpack(marks.get(key, NO_MARKS)))))
+        return found
+
+    def version_names(self, keys: Collection[bytes]) -> dict[bytes, tuple[str, str, int]]:
+        """Return (tenant, key, version) of each key of a snapshot that is still listed."""
+        found = {}
+        with self._reading() as txn:
+            for key in keys:
+                value = txn.get(key, db=self._versions)
+                if value is not None:
+                    row = parse_version(key, self._names.text(key, value))
+                    found[key] = row.tenant, row.key, row.version
         return found
 
     def catalog_after(
@@ -231,7 +242,7 @@ class LmdbCatalog(LmdbTransactions):
                 for key, value in cursor:
                     if len(found) == count or not key.startswith(head):
                         break
-                    mark = txn.get(MARK_HEAD + key, _NO_MARKS, db=self._meta) if any_marks else _NO_MARKS
+                    mark = txn.get(MARK_HEAD + key, NO_MARKS, db=self._meta) if any_marks else NO_MARKS
                     found.append((key, value, mark))
         return found
 

@@ -24,6 +24,7 @@ from struct import Struct
 import numpy as np
 
 from nearkin_shared.errors import FormatTooNew
+from nearkin_shared.formats.columns import CHECK_BYTES
 from nearkin_shared.index.catalog import summarise
 from nearkin_shared.index.container_entries import FEATURE_KEY_BYTES, ContainerEntries, feature_keys
 from nearkin_shared.index.lmdb.entry_encoding import (
@@ -36,7 +37,7 @@ from nearkin_shared.index.lmdb.entry_encoding import (
 from nearkin_shared.index.lmdb.environments import (
     damage_error,
 )
-from nearkin_shared.index.lmdb.lmdb_catalog import LmdbCatalog
+from nearkin_shared.index.lmdb.lmdb_catalog import NO_MARKS, LmdbCatalog
 from nearkin_shared.index.lmdb.lmdb_removal import RemovalLookup, find_keys, is_removed, removals_by_table
 from nearkin_shared.index.lmdb.sorted_run_table import (
     PACKED_LOCATION,
@@ -46,7 +47,7 @@ from nearkin_shared.index.lmdb.sorted_run_table import (
     pack_locations,
 )
 from nearkin_shared.index.lmdb.version_entries import PLAIN_NAMES, EntryNames
-from nearkin_shared.index.protocols import ContainerSummary
+from nearkin_shared.index.protocols import ContainerSummary, IndexSnapshot
 from nearkin_shared.limits import MIB
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, Locations
 
@@ -173,6 +174,17 @@ class LmdbIndex(LmdbCatalog):
         with self._reading() as txn:
             keys = b"".join(txn.cursor(self._containers).iternext(keys=True, values=False))
         return np.frombuffer(keys, ">u8").astype(np.uint64)
+
+    def snapshot(self) -> IndexSnapshot:
+        """Return all versions with marks, and all containers with checks of their summaries."""
+        with self._reading() as txn:
+            marks = dict(marks_under(txn, self._meta, b""))
+            versions = dict.fromkeys(txn.cursor(self._versions).iternext(keys=True, values=False), NO_MARKS)
+            versions.update((key, packed) for key, packed in marks.items() if key in versions)
+            containers = {
+                int.from_bytes(name): bytes(value[:CHECK_BYTES]) for name, value in txn.cursor(self._containers)
+            }
+        return IndexSnapshot(versions, containers)
 
     def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> RemovalLookup:
         """Return the lookup for `withdraw`: a full scan of three tables, while others may write."""
