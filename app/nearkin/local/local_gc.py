@@ -11,7 +11,7 @@ docs/adr/0028-gc-concurrent-with-puts.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +21,10 @@ from nearkin.local.index_lifecycle import LocalIndex
 from nearkin.local.process_lock import GC_LOCK_NAME, WriterLock
 from nearkin_maintenance import DomainOwners, GcRun, Purge, ReferenceCounts, Rewriter, Steps
 from nearkin_maintenance.gc.clock_check import check_clock
-from nearkin_maintenance.gc.erased_tenants import count_erasures, remaining_after, sweep_erased
+from nearkin_maintenance.gc.erased_tenants import ErasureSweep, count_erasures, remaining_after, sweep_erased
 from nearkin_maintenance.gc.gc_context import GcHooks, meter_writes
 from nearkin_maintenance.gc.gc_run import BLOCKS_BYTES
+from nearkin_maintenance.gc.incremental_run import confirm_tables
 from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.gc.rolled_back_keys import check_none_rolled_back, record_heads
 from nearkin_maintenance.gc.roots import find_roots
@@ -31,7 +32,7 @@ from nearkin_maintenance.gc.tombstone_signing import sign_old_marks
 from nearkin_maintenance.gc.version_expiry import VersionExpiry
 from nearkin_maintenance.gc.writer_gate import NoWriters
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.config.storage import MARK_SWEEP
+from nearkin_shared.config.storage import HYBRID, MARK_SWEEP
 from nearkin_shared.errors import BadInput, Corrupt, RetryableError, StoreUnavailable, TenantErased
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.tombstone import Mark
@@ -51,6 +52,7 @@ from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.types import U32, ContainerId
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.utils.private_files import remove_tree
 
 EXCLUSIVE_SECONDS_MAX = 60.0
 """Longest wait of an exclusive section for a put; then the GC run ends, and its effects are kept."""
@@ -91,23 +93,22 @@ class LocalGc:
         rounds.acquire(self.index.lock_wait_seconds, GC_LOCK_NAME)
         alone, ended = self.index.has_exclusive_lock, False
         try:
-            self.check_clock()
-            with self.index.exclusive(wait_seconds) as index:
-                failpoint("gc.begun")
-                if self.settings.gc.sign_old_records:
-                    sign_old_marks(self.condemned.objects, index)
-                swept = sweep_erased(self.condemned.objects, index)
-            self._check_no_manifest_is_lost(record=True)
-            # Directories and blocks of its own: those of puts and of a GC run are forgotten at other moments.
-            apart = self.containers.with_own_caches(self.condemned.objects, BLOCKS_BYTES)
-            turns = LocalWriterGate(self.index, self.containers, max(wait_seconds, EXCLUSIVE_SECONDS_MAX), self.writing)
-            try:
-                with self._ledger() as ledger:
-                    report = self._collector(apart, steps, ledger, go_on).run_online(turns)
-            finally:
-                apart.evict()  # else 100 MB wait for the garbage collector
+            self.check_clock(self._indexed_containers())
+            swept = self._begin(wait_seconds)
+            with self._ledger() as ledger:  # an index that was just rebuilt has none
+                gate = LocalWriterGate(
+                    self.index, self.containers, max(wait_seconds, EXCLUSIVE_SECONDS_MAX), self.writing
+                )
+                # Directories and blocks of its own: those of puts and of a GC run are forgotten at other moments.
+                apart = self.containers.with_own_caches(self.condemned.objects, BLOCKS_BYTES)
+                try:
+                    report, changed_keys = self._collect(
+                        self._collector(apart, steps, ledger, go_on), gate, ledger, apart
+                    )
+                finally:
+                    apart.evict()  # else 100 MB wait for the garbage collector
             waiting, refused = count_erasures(self.condemned.objects)
-            rolled_back = record_heads(self.condemned.objects, self.release_reserve)
+            rolled_back = record_heads(self.condemned.objects, self.release_reserve, changed_keys)
             report = replace(
                 report,
                 freed_bytes=report.freed_bytes + swept.freed_bytes,
@@ -123,6 +124,47 @@ class LocalGc:
             rounds.release()
             self._forget(alone=ended and alone and self.index.has_exclusive_lock)
 
+    def _begin(self, wait_seconds: float) -> ErasureSweep:
+        """Wait for a put, recover the index, and delete the objects of erased tenants."""
+        with self.index.exclusive(wait_seconds) as index:
+            failpoint("gc.begun")
+            if self.settings.gc.sign_old_records:
+                sign_old_marks(self.condemned.objects, index)
+            return sweep_erased(self.condemned.objects, index)
+
+    def _indexed_containers(self) -> list[int] | None:
+        """Return the ids of all containers from the index if this run may not list them."""
+        if self.settings.gc.mode != HYBRID or not self.index.gc_folder.exists():
+            return None
+        found: list[int] = self.index.read(lambda index: index.container_ids()).tolist()
+        return found
+
+    def _collect(
+        self, collector: GcRun, gate: LocalWriterGate, ledger: ReferenceCounts | None, containers: ContainerStore
+    ) -> tuple[GcReport, frozenset[bytes] | None]:
+        """Collect by the changes since the last run if that is enough, else mark.
+
+        Returns the report and the digests of the changed keys, None for all.
+        """
+        objects, before = self.condemned.objects, None
+        has_erasures = isinstance(objects, EncryptedObjectStore) and bool(objects.keyring.erasures())
+        if ledger is not None and ledger.is_trusted and not has_erasures and not self.settings.gc.sign_old_records:
+            before = collector.run_incremental(gate)
+            if before.report is not None:
+                return before.report, before.keys
+        self._check_no_manifest_is_lost(record=True)
+        report = collector.run_online(gate)
+        if ledger is not None and self.settings.gc.mode == HYBRID:
+            self.index.read(lambda index: confirm_tables(ledger, index, containers))
+        if before is not None:
+            report = replace(
+                report,
+                versions=report.versions + before.versions,
+                freed_bytes=report.freed_bytes + before.freed_bytes,
+                seconds=report.seconds + before.seconds,
+            )
+        return report, None
+
     def purge(self, wait_seconds: float, ends: Callable[[Mark], bool], steps: Steps | None) -> GcReport:
         """End the deleted versions that `ends` selects, and remove their unshared data at once.
 
@@ -136,6 +178,7 @@ class LocalGc:
         rounds.acquire(what=GC_LOCK_NAME)
         try:
             self.check_clock()
+            self._forget_ledger()
             with self.index.exclusive(wait_seconds) as index:
                 swept = sweep_erased(self.condemned.objects, index)
                 self._check_no_manifest_is_lost(record=True)
@@ -188,12 +231,14 @@ class LocalGc:
             seconds=time.perf_counter() - started,
         )
 
-    def check_clock(self) -> None:
+    def check_clock(self, containers: Sequence[int] | None = None) -> None:
         """Raise ClockSkew if the clock is ahead.
 
-        Graces, retentions and erasures would end too soon.
+        `containers` are the ids of all; they are listed by default. Graces, retentions and erasures would end too soon.
         """
-        check_clock(self.condemned.objects, list(self.containers.generations()), self.clock(), self.settings.gc)
+        if containers is None:
+            containers = list(map(int, self.containers.generations()))
+        check_clock(self.condemned.objects, containers, self.clock(), self.settings.gc)
 
     def _purge(self, containers: ContainerStore, steps: Steps | None) -> Purge:
         tenants = DomainOwners(self.fingerprinter, [self.settings.tenant], self.manifests)
@@ -287,6 +332,7 @@ class LocalGc:
     @contextmanager
     def _ledger(self) -> Iterator[ReferenceCounts | None]:
         if self.settings.gc.mode == MARK_SWEEP:
+            self._forget_ledger()  # this run changes containers without it
             yield None
             return
         ledger = ReferenceCounts(self.index.gc_folder, int(self.settings.index.map_bytes), self.settings.gc.mode)
@@ -294,6 +340,11 @@ class LocalGc:
             yield ledger
         finally:
             ledger.close()
+
+    def _forget_ledger(self) -> None:
+        """Delete the ledger, so that the next run that has one marks."""
+        if self.index.gc_folder.exists():
+            remove_tree(self.index.gc_folder)
 
     def _collector(
         self,

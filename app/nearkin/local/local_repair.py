@@ -36,6 +36,7 @@ from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.types import NAME_BYTES, U8, Bools, ContainerId, Locations, offsets_of
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.utils.private_files import remove_tree
 
 if TYPE_CHECKING:
     from nearkin_maintenance import DomainOwners, Repairer, VerifyScope
@@ -75,6 +76,8 @@ class LocalRepair:
         held = BackupCache()
         given = BackupCopies(others, kept, RequiredChunks(self.containers, self.manifests, kept, held))
         self.index.writable()
+        if self.index.gc_folder.exists():  # repaired containers may have other bases: the next GC run marks
+            remove_tree(self.index.gc_folder)
         quarantined = set(self.quarantine.read())
         report = self.verify()
         quarantined.update(self.quarantine.read())

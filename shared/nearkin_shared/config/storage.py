@@ -22,13 +22,13 @@ from nearkin_shared.config.validators import (
     TenantName,
     Text,
 )
-from nearkin_shared.limits import DESCRIPTOR, GIB, KIB, MIB
+from nearkin_shared.limits import GIB, KIB, MIB
 from nearkin_shared.utils.frozen import held
 
 MARK_SWEEP, HYBRID, REFCOUNT, EXPIRY = GC_MODES = ("mark-sweep", "hybrid", "refcount", "expiry")
 STORE_FOLDERS = (
     *("containers", "manifests", "gc", "parity", "pause", "quarantine", "scrub", "keys", "heads"),
-    *("index", "tmp", "uploads", "staging", "reserve", DESCRIPTOR),
+    *("index", "tmp", "uploads", "staging", "reserve", "nearkin.json"),
 )
 ENCRYPTIONS = ("none", "aes-256-gcm")
 PAGE_CACHES = ("drop", "keep")
@@ -266,9 +266,10 @@ class GcSettings:
     __pydantic_config__ = FORBID_OTHERS
 
     mode: Annotated[str, NameChoice(GC_MODES)] = MARK_SWEEP
-    """When a run marks, which is required before anything is marked for deletion or freed: `mark-sweep`: always;
-    `hybrid` (counts of changes), `refcount` or `expiry`: when they nominate containers, when a pending delete is due,
-    or after a week. Services support `mark-sweep` only.
+    """When a run marks, that is reads all manifests: `mark-sweep`: always; `hybrid`: after a week, in doubt, and once
+    ended versions had added 2 % of the store; until then it frees whole containers by reading the changed keys alone
+    (docs/adr/0078); `refcount` or `expiry`: when they nominate containers, when a pending delete is due, or after a
+    week. Services support `mark-sweep` only.
     """
     grace_seconds: Annotated[int, NumberRange(0, 315_360_000)] = 43_200
     """How long data are pending delete before they are deleted: longer than a restore takes, and twice as long as a

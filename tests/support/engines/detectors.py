@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nearkin.block_recoder import BlockRecoder
@@ -43,6 +43,8 @@ KILLS_MAX = 60
 SEEDS = (6, 2, 1)
 """In the order of how soon they find the rarest violation."""
 BLOBS, BLOB_BYTES = 20, 30_000
+BLOBS_FOLLOWED = 60
+"""Blobs of a store in which a single deletion is too little to mark again."""
 EFFECTS_MAX = 200
 
 Plant = Callable[[], None]
@@ -140,18 +142,44 @@ def _make_sparse_store(root: Path) -> tuple[dict[str, bytes], float]:
 
 
 def hunt_reference_counts(folder: Path, plant: Plant) -> None:
-    """Delete one of two versions: reference counts nominate it before the weekly marking, and its data are deleted."""
+    """Delete one of many blobs: its data are nominated before the weekly marking, and deleted."""
     plant()
-    chosen, now = settings(crash_child.CHOSEN, {"gc": {"mode": "hybrid"}}), [crash_child.START]
-    with open_store(folder / "s", settings=chosen, clock=lambda: now[0], create=True) as store:
-        store.put("a", crash_child.content(0))
-        store.put("b", crash_child.content(1))
-        store.gc()
-        store.delete("b")
+    with _hybrid_store(folder / "s") as (store, clock):
+        store.delete(f"k{BLOBS_FOLLOWED - 1}")
         for _ in range(3):
-            now[0] += 2 * DAY
+            clock[0] += 2 * DAY
             store.gc()
         inspection.check_no_orphans(store)
+
+
+def hunt_lying_summary(folder: Path, plant: Plant) -> None:
+    """Delete one of two keys with the same content: runs that follow the changes keep the data of the other."""
+    plant()
+    with _hybrid_store(folder / "s") as (store, clock):
+        store.put("same", random_bytes(BLOB_BYTES, 0))
+        store.gc()
+        store.delete("k0")
+        for _ in range(3):
+            clock[0] += 2 * DAY
+            store.gc()
+    with open_store(folder / "s", read_only=True) as store:  # caches have the deleted containers
+        try:
+            found = store.get("same").read()
+        except NearkinError as err:
+            raise Violation(f"same: {type(err).__name__}: {err}") from err
+        if found != random_bytes(BLOB_BYTES, 0):
+            raise Violation("same: other bytes were read than were put")
+
+
+@contextmanager
+def _hybrid_store(root: Path) -> Iterator[tuple[Store, list[float]]]:
+    """Yield a store of many blobs that a run has marked, and its clock."""
+    chosen, now = settings(crash_child.CHOSEN, {"gc": {"mode": "hybrid"}}), [crash_child.START]
+    with open_store(root, settings=chosen, clock=lambda: now[0], create=True) as store:
+        for number in range(BLOBS_FOLLOWED):  # a put each, so that each has a container of its own
+            store.put(f"k{number}", random_bytes(BLOB_BYTES, number))
+        store.gc()
+        yield store, now
 
 
 def hunt_repair(folder: Path, plant: Plant) -> None:

@@ -164,6 +164,10 @@ BUGS: Mapping[str, Bug] = {
         "the ledger counts a segment twice for a new version, and once for a deleted one", "gc.mode", "orphans",
         mutants.counted_twice, detectors.hunt_reference_counts,
     ),
+    "summary-lies": Bug(
+        "the summary of a container leaves out what a second key names of it", "I6", "readers",
+        mutants.summary_lies, detectors.hunt_lying_summary,
+    ),
     "directory-unchecked": Bug(
         "a directory's checksum is not compared", "I8", "damage", mutants.directory_unchecked, detectors.hunt_bitflips
     ),

@@ -297,6 +297,14 @@ def plan_sweep(live_set: LiveSet, ids: Collection[int], due: Record) -> GcPlan:
     return _plan_removals(live_set, kept, due, ids, due)
 
 
+def plan_whole(empty: LiveSet, containers: Collection[int], due: Record | None = None) -> GcPlan:
+    """Plan the removal of whole containers that no version and no other container needs.
+
+    `empty`: a live set without roots. `due`: their pending deletes; without, they become pending deletes.
+    """
+    return _plan_removals(empty, {}, containers, (), due)
+
+
 def _plan_removals(
     live_set: LiveSet, kept: Masks, selected: Collection[int], ids: Collection[int], due: Record | None = None
 ) -> GcPlan:

@@ -26,7 +26,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 
 from nearkin_maintenance.gc.concurrent_writes import ConcurrentWrites
 from nearkin_maintenance.gc.gc_context import GcHooks, GcStore, meter_writes
@@ -38,11 +37,12 @@ from nearkin_maintenance.gc.gc_plan import (
     protect_recent,
     record_removal,
 )
+from nearkin_maintenance.gc.incremental_run import IncrementalPass, IncrementalResult
 from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.gc.reference_counts import ReferenceCounts
 from nearkin_maintenance.gc.retained_bytes import retained_bytes_by_reason
 from nearkin_maintenance.gc.roots import Roots, RootVersion, find_roots
-from nearkin_maintenance.gc.sweep import GcExecutor, GcTotals, pending_delete_bytes
+from nearkin_maintenance.gc.sweep import GcExecutor, GcTotals, make_report, pending_delete_bytes
 from nearkin_maintenance.gc.version_expiry import VersionExpiry
 from nearkin_maintenance.gc.writer_gate import NoWriters, WriterGate
 from nearkin_maintenance.optimize.compact import Rewriter
@@ -150,6 +150,21 @@ class GcRun:
             store = self._open(objects, containers, metered, int(self._settings.bytes_per_second))
             return self._pass(store, gate, self._hooks, self._ledger).run()
 
+    def run_incremental(self, gate: WriterGate) -> IncrementalResult:
+        """Collect what the changes since the last run made unreachable.
+
+        Without a report in the result the run has to mark: call `run_online` then. Requires a ledger.
+
+        Raises: the errors of `run_online`.
+        """
+        assert self._ledger is not None
+        self._hooks.check()
+        with _translate_erasure():
+            metered, objects = meter_writes(self._objects)
+            containers = self._containers.with_objects(objects)
+            store = self._open(objects, containers, metered, int(self._settings.bytes_per_second))
+            return IncrementalPass(store, self._settings, gate, self._hooks, self._ledger).run()
+
     def preview(self, *, deleted_too: bool = False) -> GcReport:
         """Return the report that `run` would give, and the retained bytes by reason.
 
@@ -242,6 +257,8 @@ class GcPass:
                 f"{live_set.by_services}: committed by services; nothing was changed. Their maintenance service runs "
                 "GC; if no service will ever write this store again, set gc.assume_services_stopped"
             )
+        if self._ledger is not None:
+            self._ledger.audit(live_set.segments)
         sizes = self._remove_replaced(generations)  # 1
         kept = self._expire_versions(roots)  # 2
         if len(kept) > len(roots.kept):  # some were undeleted meanwhile
@@ -329,26 +346,8 @@ class GcPass:
             return None
 
     def _report(self, record: Mapping[int, PendingDelete], started: float, *, dry_run: bool = False) -> GcReport:
-        totals = self._totals
-        all_due_us = [entry.at_us + self._grace_us for entry in record.values()]
-        now_us = self._hooks.now_us()
-        later_us = [moment_us for moment_us in all_due_us if moment_us > now_us]  # other data are kept by dependents
-        due_us = min(later_us or all_due_us, default=None)
-        return GcReport(
-            dry_run=dry_run,
-            versions=totals.versions,
-            refused_records=totals.refused,
-            containers_deleted=totals.deleted,
-            containers_rewritten=totals.rewritten,
-            freed_bytes=totals.freed_bytes,
-            pending_delete_containers=len(record),
-            pending_delete_bytes=totals.pending_delete_bytes,
-            due=None if due_us is None else datetime.fromtimestamp(min(due_us / 1e6, CREATED_US_MAX // 1_000_000), UTC),
-            held=totals.held,
-            undeletable_versions=totals.undeletable,
-            recent_containers=totals.recent,
-            seconds=time.perf_counter() - started,
-        )
+        report = make_report(self._totals, record, self._grace_us, self._hooks.now_us(), started)
+        return replace(report, dry_run=dry_run)
 
     def _find_roots(self, generations: Collection[int], *, deleted_too: bool) -> Roots:
         """Return all versions of the store.

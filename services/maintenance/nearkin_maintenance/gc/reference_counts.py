@@ -2,7 +2,8 @@
 
 Updated from the manifests at the beginning of each run, in one transaction and in key order:
 
-    versions    key digest 16, version 8             -> time until which its segments are needed, 8 (expiry)
+    versions    key digest 16, version 8             -> time until which its segments are needed, 8 (expiry);
+                hybrid too: bytes that its put added 8, digest of its references 16
     open        key digest 16, segment 12            -> version since which the key's current one holds it, 8 (hybrid)
     past        key digest 16, last 8, segment 12    -> first 8: interval of versions that held it (hybrid)
     held        key digest 16, version 8, segment 12 -> nothing (refcount)
@@ -10,26 +11,30 @@ Updated from the manifests at the beginning of each run, in one transaction and 
     nominated   segment 12, or container 8           -> nothing: unreferenced since the last mark
     containers  container 8                          -> nothing: its segments were examined
     summaries   manifest's name -> its references (manifest_refs_cache.py)
-    meta        mode, marked, whole, services
+    meta        mode, marked, whole, services, ended; trusted, added (reach_summaries.py)
 
-Invariant: the counts nominate candidates, and nothing is deleted because of them; the folder can be deleted at any
-time. A row's key contains its holder, so counting again, for example after a crash, counts nothing twice. Segment:
-container 8 (big-endian), ordinal 4. Chunks are not counted: marking finds which are needed, and their bases. Memory:
-200 bytes for each version and container of the store, 100 for each segment of the current key.
+Invariant: the counts nominate candidates, and nothing is deleted because of them alone; the folder can be deleted at
+any time. Mode hybrid also keeps the tables of reach_summaries.py. A row's key contains its holder, so counting again,
+for example after a crash, counts nothing twice. Segment: container 8 (big-endian), ordinal 4. Chunks are not counted:
+marking finds which are needed, and their bases. Memory: 200 bytes for each version and container of the store, 100 for
+each segment of the current key.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import numpy as np
+from blake3 import blake3
 
+from nearkin_maintenance.gc.ledger_rows import KEY_BYTES, SEGMENT, TABLES, LedgerRows, to_bytes
 from nearkin_maintenance.gc.manifest_refs_cache import ManifestRefsCache
 from nearkin_maintenance.gc.mark import Masks, mark_ordinals, mask_of
+from nearkin_maintenance.gc.reach_summaries import find_wrong_counts, read_trusted
 from nearkin_shared.config.storage import EXPIRY, HYBRID, REFCOUNT
 from nearkin_shared.errors import IndexUnsafe, PermanentError, StoreUnavailable
 from nearkin_shared.formats.directory import Directory
@@ -41,16 +46,14 @@ from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.private_files import remove_tree
 
-FORMAT = 1
-TABLES = ("versions", "open", "past", "held", "counts", "nominated", "containers", "summaries", "meta")
+FORMAT = 2
 MARK_AFTER_US = 7 * 86_400 * 1_000_000
 """Time after which a GC run marks whatever is nominated: marking is the truth."""
 REBUILD_REFS_AFTER_US = 7 * 86_400 * 1_000_000
 """Time after which every manifest is decoded again, whatever is cached."""
+_log = logging.getLogger("nearkin")
 EXPIRY_US = 7 * 86_400 * 1_000_000
 """Time for which a version needs its segments, in mode expiry: no version states at its put when it will be deleted."""
-_KEY_BYTES = 16
-_SEGMENT = np.dtype([("container", ">u8"), ("ordinal", ">u4")])
 
 
 @frozen
@@ -89,10 +92,11 @@ class ReferenceCounts:
         release(self._shared)
 
     @contextmanager
-    def _writing(self) -> Iterator[_Rows]:
+    def transaction(self) -> Iterator[LedgerRows]:
+        """Yield the rows within a transaction, which an error undoes. Raises StoreUnavailable."""
         try:
             with self._env.begin(write=True) as txn:
-                yield _Rows(txn, self._tables)
+                yield LedgerRows(txn, self._tables)
         except lmdb.Error as err:
             raise StoreUnavailable(
                 f"{self._folder}: {err}; raise index.map_bytes if it is full, else delete the folder: the next GC "
@@ -117,33 +121,70 @@ class ReferenceCounts:
             if (parsed := key_and_version(name)) is not None:  # marking reads, and refuses, objects with another name
                 stored.setdefault(parsed[0], {})[parsed[1]] = name
         try:
-            with self._writing() as rows:
-                if rows.txn.get(b"mode", db=rows.tables["meta"]) != self._name:
-                    rows.empty(self._name)
+            with self.transaction() as rows:
+                if rows.txn.get(b"mode", db=rows.tables["meta"]) != self.name:
+                    rows.empty(self.name)
+                distrust(rows)  # until all of this run has ended
                 count = {HYBRID: self._intervals, REFCOUNT: self._references, EXPIRY: self._expiries}[self._mode]
                 known = rows.known()
                 for key in sorted(stored.keys() | known.keys()):
                     count(rows, _KeyVersions(key, stored.get(key, {}), known.get(key, {}), read, now_us))
                 if self._mode == EXPIRY:
                     rows.expire(now_us)
-                _nominate_unreferenced(rows, containers, directory)
+                nominate_unreferenced(rows, containers, directory)
+                self._end_count(rows)
                 failpoint("ledger.counted")
                 nominated = rows.count("nominated")
-                marked_us = int(rows.txn.get(b"marked", b"0", db=rows.tables["meta"]))
                 by_services = rows.txn.get(b"services", db=rows.tables["meta"]) is not None
-                is_mark_overdue = not marked_us <= now_us < marked_us + MARK_AFTER_US
-                self.candidates = GcCandidates(
-                    bool(nominated) or is_mark_overdue or by_services, nominated, rows.touched
-                )
+                has_ended = rows.number(b"ended") > 0  # earlier runs may have resolved what it nominated
+                is_marking_due = bool(nominated) or has_ended or by_services or is_mark_overdue(rows, now_us)
+                self.candidates = GcCandidates(is_marking_due, nominated, rows.touched)
             failpoint("ledger.written")
         except PermanentError:
             self.candidates = GcCandidates(True, 0, 0)
+            with self.transaction() as rows:
+                distrust(rows)
         return self.candidates
+
+    def update_keys(
+        self,
+        rows: LedgerRows,
+        stored: Mapping[bytes, dict[int, str]],
+        read: Callable[[str], Manifest],
+        now_us: int,
+    ) -> None:
+        """Count the versions of some keys, all that exist, within a transaction of mode hybrid.
+
+        Raises: the errors of `read`; then the caller undoes the transaction.
+        """
+        for key, versions in sorted(stored.items()):
+            self._intervals(rows, _KeyVersions(key, versions, rows.known_of(key), read, now_us))
+        self._end_count(rows)
+
+    @staticmethod
+    def _end_count(rows: LedgerRows) -> None:
+        rows.write_summaries()
+        if rows.ended_bytes:
+            rows.set_number(b"ended", rows.number(b"ended") + rows.ended_bytes)
+            rows.ended_bytes = 0
+
+    def audit(self, segments: Masks) -> None:
+        """Compare the counts with marked segments; delete all rows if one is not counted.
+
+        The next run then counts again, and marks.
+        """
+        if self._mode != HYBRID:
+            return
+        with self.transaction() as rows:
+            wrong = find_wrong_counts(rows, segments)
+            if wrong is not None:
+                _log.error("container %016x: wrong summary in index/gc; all are made again by the next GC run", wrong)
+                rows.empty(self.name)
 
     def held_segments(self) -> set[tuple[int, int]]:
         """Return (container, ordinal) of all referenced segments: for tests."""
-        with self._writing() as rows:
-            found = [bytes(segment) for segment, _ in rows.txn.cursor(rows.tables["counts"])]
+        with self.transaction() as rows:
+            found = [segment for segment, _ in rows.items("counts")]
         return {(int.from_bytes(segment[:8]), int.from_bytes(segment[8:])) for segment in found}
 
     def refs_cache(self, now_us: int) -> ManifestRefsCache:
@@ -151,117 +192,128 @@ class ReferenceCounts:
 
         Once a week the cache rebuilds all rows.
         """
-        with self._writing() as rows:
+        with self.transaction() as rows:
             whole_us = int(rows.txn.get(b"whole", b"0", db=rows.tables["meta"]))
         rebuild = not whole_us <= now_us < whole_us + REBUILD_REFS_AFTER_US
-        self._refs_cache = ManifestRefsCache(_RefsTable(self._writing), rebuild=rebuild)
+        self._refs_cache = ManifestRefsCache(_RefsTable(self.transaction), rebuild=rebuild)
         return self._refs_cache
 
     @property
-    def _name(self) -> bytes:
+    def is_trusted(self) -> bool:
+        """Return whether a GC run of this mode left the tables of reach_summaries.py."""
+        with self.transaction() as rows:
+            return rows.get("meta", b"mode") == self.name and read_trusted(rows) is not None
+
+    @property
+    def name(self) -> bytes:
+        """Return mode and format, as table `meta` records them."""
         return f"{self._mode} {FORMAT}".encode()
 
     def record_marking(self, now_us: int) -> None:
         """Record a completed mark, which resolves all nominations."""
-        with self._writing() as rows:
+        with self.transaction() as rows:
             rows.txn.drop(rows.tables["nominated"], delete=False)
-            rows.txn.put(b"marked", str(now_us).encode(), db=rows.tables["meta"])
+            rows.set_number(b"marked", now_us)
+            rows.set_number(b"ended", 0)
             if self._refs_cache is not None and self._refs_cache.rebuild:
                 rows.txn.put(b"whole", str(now_us).encode(), db=rows.tables["meta"])
         failpoint("ledger.confirmed")
 
     # --- hybrid: the current version of each key counts its segments; earlier ones are counted by version intervals ---
 
-    def _intervals(self, rows: _Rows, key_versions: _KeyVersions) -> None:
+    def _intervals(self, rows: LedgerRows, key_versions: _KeyVersions) -> None:
         key, stored, known = key_versions.key, key_versions.stored, key_versions.known
         first_new = min(stored.keys() - known.keys(), default=0)
-        if first_new and known and (first_new < max(known) or rows.has_from("past", key, _number(first_new))):
+        if first_new and known and (first_new < max(known) or rows.has_from("past", key, to_bytes(first_new))):
             for table in ("open", "past"):  # a version arrived late, or again: recount the key
                 for row, _ in rows.rows_with_prefix(table, key):
                     rows.delete(table, row)
-                    rows.release(row[-_SEGMENT.itemsize :])
+                    rows.release(row[-SEGMENT.itemsize :], key)
             rows.delete_versions(key, known)
             known = {}
         new, removed = sorted(stored.keys() - known.keys()), known.keys() - stored.keys()
         open_segments = (
-            {row[_KEY_BYTES:]: first for row, first in rows.rows_with_prefix("open", key)} if new and known else {}
+            {row[KEY_BYTES:]: first for row, first in rows.rows_with_prefix("open", key)} if new and known else {}
         )
         last = max(known, default=0)
         for version in new:
-            now_held = set(_segments(rows, key_versions.read(stored[version])))
+            manifest = key_versions.read(stored[version])
+            now_held = set(_segments(rows, manifest))
             for segment in sorted(open_segments.keys() - now_held):
                 rows.delete("open", key + segment)
-                rows.put("past", key + _number(last) + segment, open_segments.pop(segment))
+                rows.put("past", key + to_bytes(last) + segment, open_segments.pop(segment))
             for segment in sorted(now_held - open_segments.keys()):
-                open_segments[segment] = _number(version)
+                open_segments[segment] = to_bytes(version)
                 rows.put("open", key + segment, open_segments[segment])
-                rows.hold(segment)
-            rows.put("versions", key + _number(version), _number(0))
+                rows.hold(segment, key)
+            added = manifest.ledger
+            added_bytes = max(0, added.unique_bytes - added.delta_chunk_bytes + added.delta_bytes)
+            rows.put_version(key, version, added_bytes, digest_references(manifest))
             last = version
         if not removed:
             return
         rows.delete_versions(key, removed)
         live_versions = sorted(stored)
         for row, first in rows.rows_with_prefix("past", key):
-            if not _any_within(live_versions, int.from_bytes(first), int.from_bytes(row[_KEY_BYTES:][:8])):
+            if not _any_within(live_versions, int.from_bytes(first), int.from_bytes(row[KEY_BYTES:][:8])):
                 rows.delete("past", row)
-                rows.release(row[-_SEGMENT.itemsize :])
+                rows.release(row[-SEGMENT.itemsize :], key)
         if max(removed) > max(live_versions, default=0):
             for row, first in rows.rows_with_prefix("open", key):
                 if int.from_bytes(first) > max(live_versions, default=0):
                     rows.delete("open", row)
-                    rows.release(row[_KEY_BYTES:])
+                    rows.release(row[KEY_BYTES:], key)
 
     # --- refcount: every version counts its segments ------------------------------------------------------------------
 
-    def _references(self, rows: _Rows, key_versions: _KeyVersions) -> None:
+    def _references(self, rows: LedgerRows, key_versions: _KeyVersions) -> None:
         key, stored, known = key_versions.key, key_versions.stored, key_versions.known
         for version in sorted(stored.keys() - known.keys()):
             for segment in _segments(rows, key_versions.read(stored[version])):
-                rows.put("held", key + _number(version) + segment, b"")
+                rows.put("held", key + to_bytes(version) + segment, b"")
                 rows.hold(segment)
-            rows.put("versions", key + _number(version), _number(0))
+            rows.put("versions", key + to_bytes(version), to_bytes(0))
         removed = known.keys() - stored.keys()
         for version in removed:
-            for row, _ in rows.rows_with_prefix("held", key + _number(version)):
+            for row, _ in rows.rows_with_prefix("held", key + to_bytes(version)):
                 rows.delete("held", row)
-                rows.release(row[-_SEGMENT.itemsize :])
+                rows.release(row[-SEGMENT.itemsize :])
         rows.delete_versions(key, removed)
 
     # --- expiry: a stored version renews its segments before they expire; a deleted one does nothing ------------------
 
-    def _expiries(self, rows: _Rows, key_versions: _KeyVersions) -> None:
+    def _expiries(self, rows: LedgerRows, key_versions: _KeyVersions) -> None:
         key, stored, known = key_versions.key, key_versions.stored, key_versions.known
         for version, name in sorted(stored.items()):
             if known.get(version, 0) >= key_versions.now_us + EXPIRY_US // 2:
                 continue
-            until = _number(key_versions.now_us + EXPIRY_US)
+            until = to_bytes(key_versions.now_us + EXPIRY_US)
             for segment in _segments(rows, key_versions.read(name)):
                 rows.put("counts", segment, until)
-            rows.put("versions", key + _number(version), until)
+            rows.put("versions", key + to_bytes(version), until)
         rows.delete_versions(key, known.keys() - stored.keys())
 
 
 class _RefsTable:
     """Table of cached references; each call is a transaction of its own."""
 
-    def __init__(self, writing: Callable[[], AbstractContextManager[_Rows]]) -> None:
-        self._writing = writing
+    def __init__(self, transaction: Callable[[], AbstractContextManager[LedgerRows]]) -> None:
+        self.transaction = transaction
 
     def get_many(self, names: Sequence[str]) -> dict[str, bytes]:
-        with self._writing() as rows:
+        with self.transaction() as rows:
             found = {name: rows.txn.get(name.encode(), db=rows.tables["summaries"]) for name in names}
         return {name: row for name, row in found.items() if row is not None}
 
     def put_many(self, new: Mapping[str, bytes]) -> None:
         if new:
-            with self._writing() as rows:
+            with self.transaction() as rows:
                 for name, row in sorted(new.items()):
                     rows.put("summaries", name.encode(), row)
 
     def keep_only(self, names: Collection[str]) -> None:
         encoded_names = {name.encode() for name in names}
-        with self._writing() as rows:
+        with self.transaction() as rows:
             if rows.count("summaries") > len(encoded_names):
                 removed = [
                     bytes(name) for name, _ in rows.txn.cursor(rows.tables["summaries"]) if name not in encoded_names
@@ -284,126 +336,66 @@ class _KeyVersions:
     now_us: int
 
 
-class _Rows:
-    """Tables within a transaction, and the number of changed rows."""
-
-    def __init__(self, txn: Any, tables: dict[str, Any]) -> None:
-        self.txn = txn
-        self.tables = tables
-        self.touched = 0
-
-    def put(self, table: str, key: bytes, value: bytes) -> None:
-        self.txn.put(key, value, db=self.tables[table])
-        self.touched += 1
-
-    def delete(self, table: str, key: bytes) -> None:
-        self.txn.delete(key, db=self.tables[table])
-        self.touched += 1
-
-    def rows_with_prefix(self, table: str, head: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the rows whose key starts with `head`.
-
-        For one key of the store: at most 36 bytes per segment.
-        """
-        found = []
-        cursor = self.txn.cursor(self.tables[table])
-        if cursor.set_range(head):
-            for key, value in cursor:
-                if not key.startswith(head):
-                    break
-                found.append((bytes(key), bytes(value)))
-        return found
-
-    def has_from(self, table: str, head: bytes, start: bytes) -> bool:
-        """Return whether a row's key starts with `head`, followed by `start` or a later value."""
-        cursor = self.txn.cursor(self.tables[table])
-        return bool(cursor.set_range(head + start)) and bytes(cursor.key()).startswith(head)
-
-    def count(self, table: str) -> int:
-        return int(self.txn.stat(self.tables[table])["entries"])
-
-    def known(self) -> dict[bytes, dict[int, int]]:
-        found: dict[bytes, dict[int, int]] = {}
-        for key, until in self.txn.cursor(self.tables["versions"]):
-            found.setdefault(bytes(key[:_KEY_BYTES]), {})[int.from_bytes(key[_KEY_BYTES:])] = int.from_bytes(until)
-        return found
-
-    def delete_versions(self, key: bytes, versions: Iterable[int]) -> None:
-        for version in versions:
-            self.delete("versions", key + _number(version))
-
-    def hold(self, segment: bytes) -> None:
-        self.put("counts", segment, _number(int.from_bytes(self.txn.get(segment, b"", db=self.tables["counts"])) + 1))
-
-    def release(self, segment: bytes) -> None:
-        count = int.from_bytes(self.txn.get(segment, b"", db=self.tables["counts"]))
-        if count > 1:
-            self.put("counts", segment, _number(count - 1))
-            return
-        self.delete("counts", segment)
-        self.nominate(segment)
-
-    def nominate(self, name: bytes) -> None:
-        self.put("nominated", name, b"")
-
-    def expire(self, now_us: int) -> None:
-        expired = [
-            bytes(segment) for segment, until in self.txn.cursor(self.tables["counts"]) if until < _number(now_us)
-        ]
-        for segment in expired:
-            self.delete("counts", segment)
-            self.nominate(segment)
-
-    def empty(self, mode: bytes) -> None:
-        for table in TABLES:
-            self.txn.drop(self.tables[table], delete=False)
-        self.txn.put(b"mode", mode, db=self.tables["meta"])
+def distrust(rows: LedgerRows) -> None:
+    """Record that the next run has to mark: the tables of reach_summaries.py may be outdated."""
+    rows.txn.delete(b"trusted", db=rows.tables["meta"])
 
 
-def _nominate_unreferenced(
-    rows: _Rows, containers: Collection[int], directory: Callable[[int], Directory | None]
+def is_mark_overdue(rows: LedgerRows, now_us: int) -> bool:
+    """Return whether the last marking is a week ago, or later than now."""
+    marked_us = rows.number(b"marked")
+    return not marked_us <= now_us < marked_us + MARK_AFTER_US
+
+
+def digest_references(manifest: Manifest) -> bytes:
+    """Return a digest of the segments that a manifest names."""
+    segments = manifest.segments
+    hasher = blake3(segments.containers.astype("<u8").tobytes())
+    hasher.update(segments.ordinals.astype("<u4").tobytes())
+    return hasher.digest(16)
+
+
+def nominate_unreferenced(
+    rows: LedgerRows, containers: Collection[int], directory: Callable[[int], Directory | None]
 ) -> None:
-    """Nominate unreferenced segments and chunks of new containers.
+    """Nominate unreferenced segments and chunks of new containers, and these containers.
 
     A put that died leaves them, for example.
     """
     known = {int.from_bytes(name) for name, _ in rows.txn.cursor(rows.tables["containers"])}
     for container in known - set(containers):
-        rows.delete("containers", _number(container))
+        rows.delete("containers", to_bytes(container))
     referenced: Masks = {}
     stored_chunks: dict[int, Bools] = {}
     for container in sorted(set(containers) - known):
-        rows.put("containers", _number(container), b"")
+        rows.put("containers", to_bytes(container), b"")
         found = directory(container)
         if found is None:
-            rows.nominate(_number(container))
+            rows.nominate(to_bytes(container))
             continue
         stored_chunks[container] = found.chunks.there
         for ordinal in np.flatnonzero(np.diff(found.segments.bounds)).tolist():
-            segment = _number(container) + ordinal.to_bytes(4)
+            segment = to_bytes(container) + ordinal.to_bytes(4)
             if rows.txn.get(segment, db=rows.tables["counts"]) is None:
                 rows.nominate(segment)
+                rows.nominate(to_bytes(container))
         for holder, at in group_by_container(found.segments.chunks.containers):
             if holder != ZERO:
                 mark_ordinals(referenced, holder, found.segments.chunks.ordinals[at])
     for container, chunks in stored_chunks.items():
         mask = referenced.get(container, np.zeros(0, np.bool_))
         if len(mask) > len(chunks) or (chunks & ~mask_of(mask, len(chunks))).any():
-            rows.nominate(_number(container))
+            rows.nominate(to_bytes(container))
 
 
-def _segments(rows: _Rows, manifest: Manifest) -> list[bytes]:
+def _segments(rows: LedgerRows, manifest: Manifest) -> list[bytes]:
     """Return the segments of a version, each once, ascending."""
     if manifest.is_by_services:
         rows.txn.put(b"services", b"1", db=rows.tables["meta"])
-    table = np.empty(len(manifest.segments), _SEGMENT)
+    table = np.empty(len(manifest.segments), SEGMENT)
     table["container"], table["ordinal"] = manifest.segments.containers, manifest.segments.ordinals
-    return sorted(set(table.view(f"V{_SEGMENT.itemsize}").tolist()))
+    return sorted(set(table.view(f"V{SEGMENT.itemsize}").tolist()))
 
 
 def _any_within(ascending: list[int], first: int, last: int) -> bool:
     return any(first <= version <= last for version in ascending)
-
-
-def _number(number: int) -> bytes:
-    return number.to_bytes(8)

@@ -13,9 +13,12 @@ containers of its bases.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
+from types import MappingProxyType
 
 from nearkin_maintenance.gc.concurrent_writes import ConcurrentWrites
 from nearkin_maintenance.gc.gc_context import GcHooks, GcStore, Item
@@ -37,10 +40,12 @@ from nearkin_maintenance.optimize.rebase.replacement_bases import ReplacementBas
 from nearkin_maintenance.optimize.rebase.stream_positions import estimate_positions
 from nearkin_maintenance.optimize.recompress import ContainerRecompression
 from nearkin_shared.errors import Corrupt, NoRoom, NotFound, PermanentError
+from nearkin_shared.formats.manifest import CREATED_US_MAX
 from nearkin_shared.formats.pending_delete_record import PendingDelete, select_fitting
 from nearkin_shared.index.protocols import SupportsGenerations
 from nearkin_shared.objectstore.delegating import takes_bytes
 from nearkin_shared.objectstore.metered import MeteredObjectStore
+from nearkin_shared.results import GcReport
 from nearkin_shared.storage.container_graph import topological_order
 from nearkin_shared.storage.containers import object_name
 from nearkin_shared.storage.pending_deletes import EMPTY_BYTES, record_bytes
@@ -282,11 +287,16 @@ class GcExecutor:
     # --- 8: data unreachable since this run ---------------------------------------------------------------------------
 
     def mark_for_deletion(
-        self, plan: GcPlan, record: dict[int, PendingDelete], before: dict[int, PendingDelete]
+        self,
+        plan: GcPlan,
+        record: dict[int, PendingDelete],
+        before: dict[int, PendingDelete],
+        unplanned: Mapping[int, PendingDelete] = MappingProxyType({}),
     ) -> dict[int, PendingDelete]:
         """Withdraw planned data from the index and write the pending-delete record.
 
-        The record lists data of earlier runs that are still unreachable, and the data of `plan`.
+        The record lists data of earlier runs that are still unreachable, and the data of `plan`. `unplanned`: entries
+        of containers that the plan is not about; they stay as they are.
         """
         looked_up = self.concurrent_writes.prefetch_removals(plan.chunks, plan.segments)
         with self.concurrent_writes.exclusive() as index:
@@ -301,7 +311,7 @@ class GcExecutor:
             for container in updated.keys() & record.keys():
                 if record[container].at_us <= now_us:  # else recorded by a clock that was ahead
                     updated[container] = carry_over(record[container], updated[container])
-            updated = select_fitting(updated)
+            updated = select_fitting({**unplanned, **updated})
             # A record is inconsistent after a crash, or if it is damaged: then it is written again.
             if not is_same_record(updated, before) or not self.store.pending_deletes.is_consistent():
                 generation = 1
@@ -311,6 +321,33 @@ class GcExecutor:
                 self.store.pending_deletes.replace(updated, generation)
         self.totals.pending_delete_bytes = pending_delete_bytes(self.store, updated, self.ids)
         return updated
+
+
+def make_report(
+    totals: GcTotals, record: Mapping[int, PendingDelete], grace_us: int, now_us: int, started: float
+) -> GcReport:
+    """Return the report of a run that leaves a pending-delete record.
+
+    `started` is a value of `time.perf_counter`.
+    """
+    all_due_us = [entry.at_us + grace_us for entry in record.values()]
+    later_us = [moment_us for moment_us in all_due_us if moment_us > now_us]  # other data are kept by dependents
+    due_us = min(later_us or all_due_us, default=None)
+    return GcReport(
+        dry_run=False,
+        versions=totals.versions,
+        refused_records=totals.refused,
+        containers_deleted=totals.deleted,
+        containers_rewritten=totals.rewritten,
+        freed_bytes=totals.freed_bytes,
+        pending_delete_containers=len(record),
+        pending_delete_bytes=totals.pending_delete_bytes,
+        due=None if due_us is None else datetime.fromtimestamp(min(due_us / 1e6, CREATED_US_MAX // 1_000_000), UTC),
+        held=totals.held,
+        undeletable_versions=totals.undeletable,
+        recent_containers=totals.recent,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def pending_delete_bytes(store: GcStore, record: dict[int, PendingDelete], sizes: Mapping[int, int]) -> int:

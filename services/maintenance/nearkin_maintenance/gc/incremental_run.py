@@ -1,0 +1,411 @@
+"""Collect data that changes since the last GC run made unreachable.
+
+    index, tables of the last run -> changed keys -> their folders, their new manifests -> counts, nominated containers
+    versions whose undelete window is over -> deleted
+    unreachable containers (reach_summaries.py) -> every manifest of the keys that ever reached one is read again
+    proved -> pending delete; proved again a grace later -> deleted
+
+Invariant (I6): only whole containers are removed, and only such as a run that marks would remove. The decision and its
+effects are one exclusive section: no writer is active, and the index lists every committed version. Any doubt ends the
+pass without an effect that a run that marks would not have; that run follows. It also follows once the versions that
+ended had added a certain share of the store, since data in containers that stay are for it, and once a week.
+docs/adr/0078-collection-by-change.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+
+from nearkin_maintenance.gc.concurrent_writes import ConcurrentWrites
+from nearkin_maintenance.gc.gc_context import GcHooks, GcStore
+from nearkin_maintenance.gc.gc_plan import REBASED_SHARE, plan_whole, record_removal
+from nearkin_maintenance.gc.ledger_rows import LedgerRows, to_bytes
+from nearkin_maintenance.gc.mark import LiveSet
+from nearkin_maintenance.gc.reach_summaries import (
+    LISTED,
+    IndexChanges,
+    MarkingNeeded,
+    find_changes,
+    find_unreachable,
+    forget_containers,
+    keep_containers,
+    keys_reaching,
+    read_trusted,
+    record_container,
+    record_versions,
+    recorded_container,
+    with_needed,
+)
+from nearkin_maintenance.gc.reference_counts import (
+    ReferenceCounts,
+    digest_references,
+    distrust,
+    is_mark_overdue,
+    nominate_unreferenced,
+)
+from nearkin_maintenance.gc.roots import Roots, find_roots
+from nearkin_maintenance.gc.sweep import GcExecutor, GcTotals, make_report, pending_delete_bytes
+from nearkin_maintenance.gc.version_expiry import VersionExpiry
+from nearkin_maintenance.gc.writer_gate import NoWriters, WriterGate
+from nearkin_maintenance.verify.manifest_validation import ValidatingManifestReader
+from nearkin_shared.config.storage import GcSettings
+from nearkin_shared.errors import Corrupt, NotFound
+from nearkin_shared.formats.directory import Directory
+from nearkin_shared.formats.manifest import CREATED_US_MAX, Manifest
+from nearkin_shared.formats.pending_delete_record import PendingDelete
+from nearkin_shared.index.protocols import IndexSnapshot, SupportsCollection, SupportsSnapshots
+from nearkin_shared.results import GcReport
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.heads import VersionHeads, head_name
+from nearkin_shared.storage.manifests import key_and_version, key_digest
+from nearkin_shared.types import ContainerId
+from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.utils.frozen import frozen
+
+_log = logging.getLogger("nearkin")
+CONTAINERS_MAX = 256
+"""Containers that one pass removes: the exclusive section stays below a second. For more the run marks."""
+KEYS_MAX = 1024
+"""Changed keys, or keys that reached removed containers, whose folders one pass lists; for more the run marks."""
+PROOF_MANIFESTS_MAX = 1024
+"""Manifests that are read again as proof, 0.3 ms each; for more the run marks."""
+ENDED_SHARE = REBASED_SHARE
+"""Share of the bytes that may be dead (1 - `gc.compact_below`) that ended versions had added before a run marks."""
+
+
+@frozen
+class IncrementalResult:
+    """Effects of one pass."""
+
+    report: GcReport | None
+    """None if the run has to mark."""
+    keys: frozenset[bytes]
+    """Digests of the keys that have changed since the last run."""
+    versions: int
+    freed_bytes: int
+    seconds: float
+
+
+@frozen
+class _Decision:
+    """Removals of one pass; `record` is the pending-delete record before it."""
+
+    record: dict[int, PendingDelete]
+    new: set[int]
+    due: set[int]
+
+
+class IncrementalPass:
+    """One execution of the steps over a `GcStore`. The caller holds the GC lock."""
+
+    def __init__(
+        self, store: GcStore, settings: GcSettings, gate: WriterGate, hooks: GcHooks, ledger: ReferenceCounts
+    ) -> None:
+        self._store = store
+        self._containers, self._manifests = store.containers, store.manifests
+        self._settings = settings
+        self._gate = gate
+        self._hooks = hooks
+        self._ledger = ledger
+        self._grace_us = settings.grace_seconds * 1_000_000
+        self._totals = GcTotals(store.metered)
+        self._keys: set[bytes] = set()
+
+    def run(self) -> IncrementalResult:
+        """Do all steps; without a report in the result the run has to mark.
+
+        Raises: StoreLocked, StoreUnavailable.
+        """
+        started, report = time.perf_counter(), None
+        try:
+            self._check_trusted()
+            self._expire_versions()
+            with self._gate.exclusive() as index:
+                record = self._collect(index)
+            report = make_report(self._totals, record, self._grace_us, self._hooks.now_us(), started)
+        except (MarkingNeeded, Corrupt, NotFound) as err:
+            _log.info("gc: this run marks: %s", err)
+        seconds = time.perf_counter() - started
+        return IncrementalResult(
+            report, frozenset(self._keys), self._totals.versions, self._totals.freed_bytes, seconds
+        )
+
+    def _check_trusted(self) -> None:
+        with self._ledger.transaction() as rows:
+            if rows.get("meta", b"mode") != self._ledger.name:
+                raise MarkingNeeded("the tables are of another mode or format")
+            if read_trusted(rows) is None:
+                raise MarkingNeeded("the tables were not made by a complete GC run")
+            if rows.get("meta", b"services") is not None:
+                raise MarkingNeeded("services wrote to the store")
+            now_us = self._hooks.now_us()
+            if not 0 <= now_us <= CREATED_US_MAX or is_mark_overdue(rows, now_us):
+                raise MarkingNeeded("the last marking is a week ago")
+        if not self._store.pending_deletes.is_consistent():
+            raise MarkingNeeded("the pending-delete record is of a run that died")
+
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    def _expire_versions(self) -> None:
+        """Count the versions that are new, then delete those whose undelete window is over."""
+        with self._gate.exclusive() as index:
+            snapshot, changes = self._find_changes(index)
+        roots = self._find_roots(changes)
+        with self._ledger.transaction() as rows:
+            self._count(rows, snapshot, changes, roots)
+        self._totals.versions += VersionExpiry(self._manifests, self._hooks.now_us).expire(roots, self._gate).versions
+
+    def _find_changes(self, index: SupportsCollection) -> tuple[IndexSnapshot, IndexChanges]:
+        if not isinstance(index, SupportsSnapshots):
+            raise MarkingNeeded("the index lists no changes")
+        snapshot = index.snapshot()
+        with self._ledger.transaction() as rows:
+            changes = find_changes(rows, snapshot, index.version_names, self._hooks.now_us())
+        if len(changes.versions) > KEYS_MAX:
+            raise MarkingNeeded(f"{len(changes.versions)} keys have changed")
+        self._keys.update(changes.versions)
+        return snapshot, changes
+
+    def _find_roots(self, changes: IndexChanges) -> Roots:
+        """Return the versions of the changed keys, from their folders.
+
+        Raises: MarkingNeeded, if the index lists others, or a key has lost its recorded head or a record.
+        """
+        heads = VersionHeads(self._manifests.objects).read()
+        listing = self._manifests.listing(changes.versions)
+        roots = find_roots(self._manifests, self._hooks.now_us(), heads=heads, listing=listing)
+        if roots.refused:
+            raise MarkingNeeded(f"{roots.refused[0]}: damaged or not authenticated")
+        stored = {parsed for name, _ in listing.manifests if (parsed := key_and_version(name)) is not None}
+        listed = {(v.key, v.version) for versions in changes.versions.values() for v in versions.values()}
+        if len(stored) != len(listing.manifests) or stored != listed:
+            raise MarkingNeeded("the manifests of a changed key are not those that the index lists")
+        objects = {version.manifest for version in (*roots.kept, *roots.ended)} | roots.highest
+        for key in changes.versions:
+            if heads.versions.get(key, 0) and head_name(key, heads.versions[key]) not in objects:
+                raise MarkingNeeded(f"{head_name(key, heads.versions[key])}: removed with its tombstones")
+        return roots
+
+    def _count(self, rows: LedgerRows, snapshot: IndexSnapshot, changes: IndexChanges, roots: Roots) -> None:
+        """Count the manifests of the changed keys, of expired versions too, and new containers."""
+        stored: dict[bytes, dict[int, str]] = {key: {} for key in changes.versions}
+        until_us = {}
+        for version in (*roots.kept, *roots.ended):
+            parsed = key_and_version(version.manifest)
+            if parsed is not None and version.committed:
+                stored[parsed[0]][parsed[1]] = version.manifest
+                until_us[parsed] = version.until_us
+        reader = ValidatingManifestReader(self._manifests, self._containers, list(snapshot.containers))
+        self._ledger.update_keys(rows, stored, reader.read, self._hooks.now_us())
+        nominate_unreferenced(rows, snapshot.containers, self._read_directory)
+        for container in changes.containers:
+            directory = self._containers.directory(ContainerId(container))
+            generation = self._containers.generation(ContainerId(container))
+            record_container(rows, container, generation, snapshot.containers[container], directory)
+        for container in rows.gained.intersection(self._store.pending_deletes.read()):
+            rows.nominate(to_bytes(container))  # until a run marks, so that its grace begins again
+        record_versions(rows, changes, until_us)
+        failpoint("ledger.counted")
+
+    def _read_directory(self, container: int) -> Directory | None:
+        try:
+            return self._containers.directory(ContainerId(container))
+        except (Corrupt, NotFound):
+            return None
+
+    # --- containers ---------------------------------------------------------------------------------------------------
+
+    def _collect(self, index: SupportsCollection) -> Mapping[int, PendingDelete]:
+        """Remove unreachable containers in an exclusive section; return the pending deletes."""
+        snapshot, changes = self._find_changes(index)
+        roots = self._find_roots(changes)
+        self._totals.undeletable = len(roots.undeletable)
+        with self._ledger.transaction() as rows:
+            self._count(rows, snapshot, changes, roots)
+            decision = self._decide(rows)
+            sizes = self._check_generations(rows, decision)
+            self._prove(rows, snapshot, decision.new | decision.due)
+        failpoint("ledger.written")
+        record = self._apply(index, decision, sizes)
+        with self._ledger.transaction() as rows:
+            forget_containers(rows, decision.due)
+            rows.txn.drop(rows.tables["nominated"], delete=False)
+        failpoint("ledger.confirmed")
+        return record
+
+    def _decide(self, rows: LedgerRows) -> _Decision:
+        """Return the containers to mark for deletion, and those to delete."""
+        record = self._store.pending_deletes.read()
+        now_us = self._hooks.now_us()
+        whole = {container for container, entry in record.items() if entry.whole}
+        due = {container for container, entry in record.items() if entry.at_us + self._grace_us <= now_us}
+        names = [name for name, _ in rows.items("nominated")]
+        nominated = {int.from_bytes(name[:8]) for name in names}
+        unreachable = find_unreachable(rows, with_needed(rows, nominated | whole))
+        if not find_unreachable(rows, due & whole) == due:
+            raise MarkingNeeded("pending deletes are due in containers that stay")
+        if not unreachable.issuperset(int.from_bytes(name) for name in names if len(name) == len(to_bytes(0))):
+            raise MarkingNeeded("a container holds data that no version named")
+        new = unreachable - record.keys()
+        if len(new) + len(due) > CONTAINERS_MAX:
+            raise MarkingNeeded(f"{len(new) + len(due)} containers to remove")
+        return _Decision(record, new, due)
+
+    def _check_generations(self, rows: LedgerRows, decision: _Decision) -> dict[int, int]:
+        """Return the bytes of the containers to remove and of pending deletes.
+
+        Raises: MarkingNeeded, if one of them has another generation than recorded, or several; or if ended versions had
+        added so much more than is removed that marking finds more.
+        """
+        containers = decision.new | decision.record.keys()
+        sizes = {}
+        for container, generations in self._containers.generations_of(containers).items():
+            recorded = recorded_container(rows, container)
+            if recorded is None or list(generations) != [recorded[0]]:
+                raise MarkingNeeded(f"container {container:016x}: its generation is not the recorded one")
+            sizes[container] = generations[recorded[0]]
+        if missing := containers - sizes.keys():
+            raise MarkingNeeded(f"container {min(missing):016x} is missing")
+        self._check_ended(rows, sum(sizes[container] for container in decision.new))
+        return sizes
+
+    def _check_ended(self, rows: LedgerRows, removed_bytes: int) -> None:
+        """Raise MarkingNeeded once ended versions had added a certain share of the store.
+
+        `removed_bytes` are subtracted, as stored.
+        """
+        stored_bytes = read_trusted(rows) or 0
+        scale = max(1, rows.number(b"added")) / max(1, stored_bytes)  # added bytes are not yet compressed
+        ended_bytes = max(0, rows.number(b"ended") - int(removed_bytes * scale))
+        rows.set_number(b"ended", ended_bytes)
+        if ended_bytes > ENDED_SHARE * (1 - self._settings.compact_below) * scale * stored_bytes:
+            raise MarkingNeeded(f"versions that had added {ended_bytes} bytes have ended")
+
+    def _prove(self, rows: LedgerRows, snapshot: IndexSnapshot, containers: Collection[int]) -> None:
+        """Read all manifests of keys that ever reached `containers`: none names them.
+
+        Raises: MarkingNeeded, if a manifest is not the one that was counted, or names one.
+        """
+        keys = keys_reaching(rows, containers)
+        if len(keys) > KEYS_MAX:
+            raise MarkingNeeded(f"{len(keys)} keys reached the containers to remove")
+        names = [name for name, _ in self._manifests.listing(keys).manifests] if keys else []
+        if len(names) > PROOF_MANIFESTS_MAX:
+            raise MarkingNeeded(f"{len(names)} manifests to read again")
+        digests = {(key, version): digest for key in keys for version, digest in rows.digests_of(key).items()}
+        reader = ValidatingManifestReader(self._manifests, self._containers, list(snapshot.containers))
+        removed = np.array(sorted(containers), np.uint64)
+        for name in names:
+            manifest = reader.read(name)
+            if digests.pop(_identity(manifest), None) != digest_references(manifest):
+                raise MarkingNeeded(f"{name}: not the manifest that was counted")
+            if np.isin(manifest.segments.containers, removed).any():
+                _log.error("%s: wrong summary in index/gc; all are made again", name)
+                raise MarkingNeeded(f"{name}: names a container that its summary leaves out")
+        if digests:
+            raise MarkingNeeded("a counted version has no manifest")
+
+    def _apply(
+        self, index: SupportsCollection, decision: _Decision, sizes: dict[int, int]
+    ) -> Mapping[int, PendingDelete]:
+        """Delete due containers, and mark others for deletion."""
+
+        def check() -> None:
+            self._gate.on_rewrite_start()
+            self._hooks.check()
+
+        gate = _SectionGate(self._gate, index)
+        empty = LiveSet(self._containers, self._manifests, (), known_containers=())
+        generations = {ContainerId(c): {self._containers.generation(ContainerId(c)): size} for c, size in sizes.items()}
+        writes = ConcurrentWrites(gate, None, self._containers, self._manifests, generations, (), empty)
+        hooks = GcHooks(self._hooks.clock, check, self._hooks.steps)
+        executor = GcExecutor(self._store, hooks, writes, sizes, self._totals)
+        record = dict(decision.record)
+        due = {container: record[container] for container in sorted(decision.due)}
+        for container, removal in executor.sweep(plan_whole(empty, sorted(due), due)).items():
+            record_removal(record, container, removal)
+        plan = plan_whole(empty, sorted(decision.new))
+        if not decision.new and record == decision.record:
+            self._totals.pending_delete_bytes = pending_delete_bytes(self._store, record, sizes)
+            return record
+        return executor.mark_for_deletion(plan, {}, decision.record, record)
+
+
+class _SectionGate(NoWriters):
+    """Gate within an exclusive section that already began."""
+
+    def __init__(self, gate: WriterGate, index: SupportsCollection) -> None:
+        super().__init__(index)
+        self._gate = gate
+
+    def on_container_rewritten(self, container: ContainerId) -> None:
+        """Record that a container was deleted."""
+        self._gate.on_container_rewritten(container)
+
+
+def _identity(manifest: Manifest) -> tuple[bytes, int]:
+    return bytes.fromhex(key_digest(manifest.tenant, manifest.key)), manifest.version
+
+
+@contextmanager
+def _read_or_distrust(rows: LedgerRows) -> Iterator[None]:
+    try:
+        yield
+    except (Corrupt, NotFound) as err:
+        _log.info("gc: the next run marks: %s", err)
+        distrust(rows)
+
+
+def confirm_tables(ledger: ReferenceCounts, index: SupportsSnapshots, containers: ContainerStore) -> None:
+    """Record versions and containers at the end of a run that listed all of them.
+
+    The tables are trusted from then on, unless something is stored that the index does not list.
+
+    Raises: StoreUnavailable.
+    """
+    snapshot = index.snapshot()
+    generations = containers.generations()
+    with ledger.transaction() as rows:
+        if not rows.number(b"marked") or not _confirm_versions(rows, snapshot, index):
+            distrust(rows)
+            return
+        if not generations.keys() >= snapshot.containers.keys():
+            distrust(rows)
+            return
+        rows.set_number(b"added", rows.sum_added())
+        rows.set_number(b"trusted", sum(sizes[max(sizes)] for sizes in generations.values()))
+        keep_containers(rows, snapshot.containers.keys())
+        with _read_or_distrust(rows):
+            for container, check in snapshot.containers.items():
+                generation = max(generations[ContainerId(container)])
+                if recorded_container(rows, container) != (generation, check):
+                    directory = containers.directory(ContainerId(container))
+                    record_container(rows, container, generation, check, directory)
+
+
+def _confirm_versions(rows: LedgerRows, snapshot: IndexSnapshot, index: SupportsSnapshots) -> bool:
+    """Record the listed versions that are counted; return whether that is all of them."""
+    listed = dict(rows.items("listed"))
+    known = {(key, version) for key, versions in rows.known().items() for version in versions}
+    changed = [name for name, marks in snapshot.versions.items() if listed.get(name, b"")[:12] != marks]
+    from_index = {
+        name: (bytes.fromhex(key_digest(tenant, key)), version)
+        for name, (tenant, key, version) in index.version_names(changed).items()
+    }
+    for name in listed.keys() - snapshot.versions.keys():
+        rows.delete("listed", name)
+        del listed[name]
+    for name in changed:
+        listed.pop(name, None)
+        if (identity := from_index.get(name)) is not None and identity in known:
+            row = LISTED.pack(snapshot.versions[name], *identity, 0)
+            rows.put("listed", name, row)
+            listed[name] = row
+        else:
+            rows.delete("listed", name)
+    return known == {LISTED.unpack(row)[1:3] for row in listed.values()}
