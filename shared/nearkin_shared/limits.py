@@ -1,5 +1,5 @@
 # size: shared bounds are defined in one module that imports nothing
-"""Define the bounds that several modules share.
+"""Define the bounds, and the one name, that several modules share.
 
 Invariant (I10): a bound that two modules use is defined here, once.
 """
@@ -10,6 +10,8 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 
+DESCRIPTOR = "nearkin.json"
+"""The object that every store has, and that is read before any other."""
 FRAME_BYTES_MAX = 900 * KIB
 """Frames and segments are below Kafka's default message limit of 1 MiB, headers included."""
 SEGMENT_BYTES_MAX = FRAME_BYTES_MAX

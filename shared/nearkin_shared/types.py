@@ -257,6 +257,30 @@ class FreshBatch:
     fresh: NDArray[np.intp]
     """Rows of the chunks to store: not known, and the first copy in the batch."""
 
+    @staticmethod
+    def empty() -> FreshBatch:
+        """Return a batch without segments."""
+        none, no_names = np.zeros(0, np.uint32), np.zeros((0, NAME_BYTES), np.uint8)
+        flags, ids = np.zeros(0, np.bool_), np.zeros((0, SEGMENT_ID_BYTES), np.uint8)
+        return FreshBatch(
+            batch=SegmentBatch(
+                payload=np.zeros(0, np.uint8),
+                offsets=np.zeros(0, np.uint64),
+                lengths=none,
+                names=no_names,
+                zero=flags,
+                chunk_bounds=np.zeros(1, np.uint32),
+                blobs=none,
+                segment_ids=ids,
+            ),
+            segment_known=flags,
+            segment_locations=Locations.empty(),
+            chunk_known=flags,
+            chunk_locations=Locations.empty(),
+            first=np.zeros(0, np.int64),
+            fresh=np.zeros(0, np.intp),
+        )
+
 
 @frozen
 class PairedBatch:

@@ -180,6 +180,46 @@ def test_restore_reports_entries_that_cannot_be_written(store: Path, tmp_path: P
     assert (tmp_path / "etc" / "fstab").exists()
 
 
+@pytest.mark.parametrize("flags", [(), ("--delete",), ("--overwrite", "never")])
+def test_dry_run_counts_entries_that_are_refused(
+    flags: tuple[str, ...], store: Path, tmp_path: Path, call: InProcess
+) -> None:
+    """A store, and an entry of another kind, where the tree has an entry: a dry run names them, exit code 3."""
+    target = tmp_path / "target"
+    with open_store(target / "etc", create=True):
+        pass
+    if flags == ("--delete",):
+        with open_store(target / "a.txt" / "deep", create=True):
+            pass
+    elif flags:
+        shutil.rmtree(target / "etc")
+        (target / "etc").touch()
+    else:
+        (target / "a.txt").mkdir()
+    words: tuple[str | Path, ...] = ("--store", store, "restore", "home", "-o", target, *flags)
+    text = call(*words, "--dry-run")
+    planned = json.loads(call("--json", *words, "--dry-run").stdout)
+    done = call("--json", *words)
+    answer = json.loads(done.stdout)
+    assert (text.returncode, done.returncode) == (3, 3)
+    assert planned["problems"] == answer["problems"] != []
+    for name in ("failed", "kept_files", "files", "written_bytes"):
+        assert planned[name] == answer[name], name
+    for problem in planned["problems"]:
+        assert f"{problem['path']}: {problem['reason']}" in text.stderr.decode()
+    assert " could not be restored, or deleted\n" in text.stdout.decode()
+
+
+def test_restore_names_patterns_that_match_nothing(store: Path, tmp_path: Path, call: InProcess) -> None:
+    """A dry run names them as well, and JSON has them."""
+    words = ("--store", store, "restore", "home", "-o", tmp_path / "new", "-i", "fstab", "-e", "*.absent")
+    for more in (("--dry-run",), ()):
+        text = call(*words, *more)
+        assert (text.returncode, text.stderr) == (0, b"nearkin: 1 pattern matched nothing: *.absent\n")
+        answer = call.answer(*words, *more)
+        assert answer["unmatched_patterns"] == [{"pattern": "*.absent", "file": None, "line": None}]
+
+
 def test_restore_of_a_damaged_store_is_refused(store: Path, tmp_path: Path, call: InProcess) -> None:
     from tests.support.checks.commands import damage
 

@@ -495,6 +495,22 @@ def test_failed_batch_fails_each_of_its_blobs(log: Log) -> None:
     assert not log.manifests.versions("t", "a")
 
 
+def test_failed_batch_without_segments_finds_versions(log: Log) -> None:
+    """Report blobs that an earlier batch has committed as committed: the chunker failed on their second batch."""
+    add_batch(log, "ab")
+    log.read()
+    log.begin()
+    envelope = Envelope(bytes(range(16)), "t", "a", blobs=3)
+    blobs = [
+        BatchedBlob(key, SEGMENT_BYTES, bytes(32), blob_of(at), BEGAN_US, {}, None, 0)
+        for at, key in enumerate("abc", 1)
+    ]
+    log._add(0, End(envelope, 0, envelope.blob, failure="chunker: no"))
+    log._add(0, BatchEnd(envelope, tuple(blobs)))
+    assert log.read() == {"a": "committed", "b": "committed", "c": "failed"}
+    assert [origins_of(log, key) for key in "abc"] == [[1], [2], []]
+
+
 def test_batch_of_damaged_content_fails_each_blob(log: Log) -> None:
     """Segments that are not those of the blobs make no version of any of them."""
     add_batch(log, "ab")

@@ -478,6 +478,10 @@ def test_cold_setting_restarts_each_service(rendered: Render) -> None:
         ({"config": {"kafka": {"partitions": 0}}}, "config/kafka/partitions"),
         ({"config": {"block": {"level": "high"}}}, "config/block/level"),
         ({"config": {"token": "nk_x"}}, "token"),
+        ({"config": {"gateway": {"uploads_max": 9}}}, "config.gateway.uploads_max: no longer a setting, but"),
+        ({"config": {"runner": {"batch_bytes": "1MiB"}}}, "constant (16MiB; 8MiB in the profile archive); remove it"),
+        ({"config": {"audit": {"reads": True}}}, "config.audit.reads: no longer a setting; set audit.records ="),
+        ({"config": {"runner": {"batch": 1}}}, "batch"),
         ({"chunker": {"replica": 3}}, "replica"),
         ({"gatway": {}}, "gatway"),
         ({"defaults": {"terminationGracePeriodSeconds": 30}}, "terminationGracePeriodSeconds"),
@@ -520,6 +524,8 @@ def test_readme_and_schema_follow_values_and_settings() -> None:
     readme, schema = ((CHART / name).read_text() for name in ("README.md", "values.schema.json"))
     assert helm_chart.with_values(readme, values) == readme, remedy
     assert helm_chart.with_config(schema) == schema, remedy
+    removed = json.loads((CHART / "files/removed_settings.json").read_text())
+    assert removed == helm_chart.removed_settings(), remedy
 
 
 def test_chart_version_is_the_package_version() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nearkin.trees.entry_marks import EntryMarks
 from nearkin_shared.errors import Corrupt, FormatTooNew, NotFound
 from nearkin_shared.formats.tree_entry_group import (
     DIGEST_BYTES,
@@ -22,6 +25,7 @@ from nearkin_shared.formats.tree_layout import (
     group_digest,
     tree_digest,
 )
+from nearkin_shared.reading import tree_reader
 from nearkin_shared.reading.tree_reader import TreeReader
 
 NAMES = st.binary(min_size=1, max_size=12).filter(lambda n: not {0, 47} & set(n) and n not in (b".", b".."))
@@ -109,6 +113,34 @@ def test_reader_finds_every_entry_and_folder(entries: list[TreeEntry], rows: int
         assert [placed.entry for placed in reader.below(entry.path)] == below
     with pytest.raises(NotFound):
         reader.find(b"no such/entry")
+
+
+@given(entries_of_trees(), st.integers(1, 7), st.sets(st.integers(0, 60)), st.sampled_from([1, 500, 1 << 21]))
+def test_reader_reads_wanted_groups_backward(
+    entries: list[TreeEntry], rows: int, wanted: set[int], read_bytes: int
+) -> None:
+    """A group without a wanted entry is not read, and each other one is read once."""
+    reader = open_tree(*tree_of(entries, rows))
+    marks = EntryMarks()
+    for ordinal in wanted:
+        marks.add(ordinal)
+    with patch.object(tree_reader, "READ_BYTES", read_bytes):
+        found = list(reader.entries_backward(marks.has_any))
+    groups = {ordinal // rows for ordinal in wanted if ordinal < len(entries)}
+    expected = [number for number in range(len(entries)) if number // rows in groups]
+    assert [placed.ordinal for placed in found] == expected[::-1]
+    forward = list(reader.entries())
+    assert [placed.ordinal for placed in forward] == list(range(len(entries)))
+    assert found == [forward[number] for number in expected[::-1]]
+
+
+@given(st.sets(st.integers(0, 300)), st.integers(0, 320), st.integers(0, 320))
+def test_marks_are_a_set_of_ordinals(ordinals: set[int], first: int, stop: int) -> None:
+    marks = EntryMarks()
+    for ordinal in ordinals:
+        marks.add(ordinal)
+    assert {ordinal for ordinal in range(400) if ordinal in marks} == ordinals
+    assert marks.has_any(first, stop) == any(first <= ordinal < stop for ordinal in ordinals)
 
 
 @given(entries_of_trees(), st.data())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
     from nearkin.trees.restore_plan import PlannedRestore
     from nearkin.trees.target_deletion import DeletionCounts
+    from nearkin.trees.unmatched_patterns import PatternSource
     from nearkin_shared.formats.tree_entry_group import TreeEntry
     from nearkin_shared.reading.tree_reader import TreeReader
 
@@ -101,14 +102,15 @@ def restore(
         if flags["dry_run"]:
             from nearkin.trees.target_deletion import identities
 
-            return _plan(session, found, tree, output, options, identities(store.own_folders))
+            protected = identities(store.own_folders)
+            return _plan(session, found, tree, output, options, protected, patterns)
         started = time.perf_counter()
         with _progress(tree, found.path or b"", options, shown=not session.as_json) as counts:
             store.restore(
                 found.key, output, version=found.version, path=found.path or b"", options=options, counts=counts
             )
-    _print_unmatched(session, patterns)
-    return _report(session, found, output, counts, time.perf_counter() - started, verbose=flags["verbose"])
+    seconds = time.perf_counter() - started
+    return _report(session, found, output, counts, seconds, _unmatched(patterns), verbose=flags["verbose"])
 
 
 def _compile(include: Sequence[str], exclude: Sequence[str]) -> tuple[PathPatterns | None, PathPatterns | None]:
@@ -124,13 +126,17 @@ def _compile(include: Sequence[str], exclude: Sequence[str]) -> tuple[PathPatter
     return included, excluded
 
 
-def _print_unmatched(session: Session, patterns: Sequence[PathPatterns | None]) -> None:
-    """Name the patterns that match no entry of the tree."""
+def _unmatched(patterns: Sequence[PathPatterns | None]) -> list[PatternSource]:
+    """Return the patterns that matched no entry of the tree."""
+    return [source for one in patterns if one is not None for source in one.use.unmatched()]
+
+
+def _print_unmatched(unmatched: Sequence[PatternSource]) -> None:
+    """Name the patterns that matched no entry of the tree."""
     from nearkin.cli.output import notice
     from nearkin.cli.tree_output import unmatched_line
 
-    unmatched = [source for one in patterns if one is not None for source in one.use.unmatched()]
-    if unmatched and not session.as_json:
+    if unmatched:
         notice(unmatched_line(unmatched))
 
 
@@ -170,21 +176,31 @@ def _plan(
     target: Path,
     options: RestoreOptions,
     protected: frozenset[tuple[int, int]],
+    patterns: Sequence[PathPatterns | None],
 ) -> int:
+    """Print what a restore would do; return the exit code that it would have."""
     from nearkin.cli.exit_codes import ExitCode
-    from nearkin.cli.output import print_json, print_line
+    from nearkin.cli.output import print_json, print_line, warn
+    from nearkin.cli.tree_output import path_lines, patterns_json
     from nearkin.trees.restore_plan import PlannedRestore, plan_restore
 
     counts = plan_restore(tree, found.path or b"", target, options, PlannedRestore(), protected=protected)
+    code, unmatched = ExitCode.INCOMPLETE if counts.failed else ExitCode.DONE, _unmatched(patterns)
     if session.as_json:
-        print_json({"dry_run": True, **_location_json(found, target), **_planned_json(counts)})
-    else:
-        for line in _plan_lines(counts):
-            print_line(line)
-    return ExitCode.DONE
+        fields = {**_location_json(found, target), **_planned_json(counts)}
+        print_json({"dry_run": True, **fields, "unmatched_patterns": patterns_json(unmatched)})
+        return code
+    _print_unmatched(unmatched)
+    for line in path_lines("", counts.problems, counts.failed):
+        warn(line)
+    for line in _plan_lines(counts):
+        print_line(line)
+    return code
 
 
 def _planned_json(counts: PlannedRestore) -> dict[str, object]:
+    from nearkin.cli.tree_output import problems_json
+
     return {
         "files": counts.files,
         "folders": counts.folders,
@@ -193,6 +209,8 @@ def _planned_json(counts: PlannedRestore) -> dict[str, object]:
         "kept_files": counts.kept_files,
         **_deletion_json(counts.deletion),
         "written_bytes": counts.bytes,
+        "failed": counts.failed,
+        "problems": problems_json(counts.problems),
     }
 
 
@@ -206,6 +224,8 @@ def _plan_lines(counts: PlannedRestore) -> Iterator[str]:
     )
     if counts.replaced or counts.kept_files:
         yield f"of those that exist {counts.replaced:,} would be replaced; {counts.kept_files:,} more would be kept"
+    if counts.failed:
+        yield f"{plural(counts.failed, 'entry', 'entries')} could not be restored, or deleted"
     if counts.deleted:
         yield f"{plural(counts.deleted, 'other entry', 'other entries')} of the target would be deleted"
     yield from _deleted_lines("would delete", counts.deletion)
@@ -258,13 +278,14 @@ def _report(
     target: Path,
     counts: RestoreCounts,
     seconds: float,
+    unmatched: Sequence[PatternSource],
     *,
     verbose: bool,
 ) -> int:
     """Print the result of a restore; return the exit code."""
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import print_json, print_line, report, warn
-    from nearkin.cli.tree_output import path_lines, problems_json
+    from nearkin.cli.tree_output import path_lines, patterns_json, problems_json
     from nearkin_shared.savings_table import human_bytes, plural
     from nearkin_shared.utils.terminal import printable
 
@@ -286,10 +307,12 @@ def _report(
                 "unset": dict(sorted(counts.unset.items())),
                 "problems": problems_json(failures),
                 "unset_entries": problems_json([problem for problem in counts.problems if problem.is_attribute]),
+                "unmatched_patterns": patterns_json(unmatched),
                 "seconds": seconds,
             }
         )
         return code
+    _print_unmatched(unmatched)
     for line in path_lines("", failures, max(counts.failed, len(failures))):
         warn(line)
     for line in (*_unset_lines(counts), *_kept_lines(counts.deletion, verbose=verbose)):

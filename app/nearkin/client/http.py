@@ -224,6 +224,7 @@ _BY_STATUS: dict[int, type[NearkinError]] = {
     425: StoreUnavailable,
     429: StoreUnavailable,
     501: PermanentError,
+    507: QuotaExceeded,
 }
 
 

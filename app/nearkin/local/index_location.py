@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING
 
 from nearkin.local.process_lock import WRITING, WriterLock
 from nearkin_shared.errors import ConfigError, Corrupt, NoRoom, NotWritable, StoreLocked, StoreUnavailable
+from nearkin_shared.limits import DESCRIPTOR
 from nearkin_shared.objectstore.local import sync_folder
 from nearkin_shared.utils.private_files import (
     make_private_folders,
@@ -78,7 +79,7 @@ class IndexLocation:
         self.is_external: bool = index_path is not None
         self._base = root if index_path is None else _expand(index_path)
         if self.is_external and _STORE_ID.fullmatch(store_id) is None:
-            raise Corrupt(f"nearkin.json: store_id {store_id!r:.60}: want 32 hex digits; restore it from a copy")
+            raise Corrupt(f"{DESCRIPTOR}: store_id {store_id!r:.60}: want 32 hex digits; restore it from a copy")
         name = store_id if self.is_external else "index"
         self.folder: Path = self._base / name
         self.fresh: Path = self._base / f"{name}.new"

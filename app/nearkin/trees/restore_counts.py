@@ -6,15 +6,18 @@ Invariant: an entry that is not restored as it was is counted; the first PROBLEM
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from nearkin.trees.target_deletion import DeletionCounts
+from nearkin.trees.target_deletion import IS_STORE, DeletionCounts, KeptEntry
 from nearkin_shared.formats.tree_entry_group import TreeEntry
 
 PROBLEMS_MAX = 10_000
+HAS_STORE = f"{IS_STORE}, into which nothing is restored; move it away first"
+HAS_FILE = "a file has this name, and `never` keeps it: its content is not restored"
+HAS_FOLDER = "a folder has this name; use --delete to replace it"
 
 
 class Overwrite(StrEnum):
@@ -85,6 +88,12 @@ class RestoreCounts:
     def is_complete(self) -> bool:
         """Whether every entry was restored with its content and attributes."""
         return not self.failed and not self.unset
+
+
+def kept_folder_reason(failures: Sequence[KeptEntry]) -> str:
+    """Return why a folder that has the name of a file cannot be replaced."""
+    why = failures[0].reason if failures else "it contains entries that are not deleted"
+    return f"a folder has this name, and cannot be replaced: {why}"
 
 
 def reason_of(err: BaseException) -> str:

@@ -8,16 +8,25 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nearkin.trees.restore_counts import Overwrite, RestoreOptions
+from nearkin.trees.restore_counts import (
+    HAS_FILE,
+    HAS_FOLDER,
+    HAS_STORE,
+    PROBLEMS_MAX,
+    Overwrite,
+    RestoreOptions,
+    RestoreProblem,
+    kept_folder_reason,
+)
+from nearkin.trees.store_folders import is_store, open_path
 from nearkin.trees.target_deletion import IS_STORE, DeletionCounts, Identity, TargetDeletion, check_target
 from nearkin.trees.tree_restore import check_delete, is_same_file
 from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry
 from nearkin_shared.reading.tree_reader import TreeReader
-from nearkin_shared.storage.descriptor import NAME as STORE_DESCRIPTOR
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -38,6 +47,9 @@ class PlannedRestore:
     """Entries of restored folders that `--delete` would delete, or keep."""
     bytes: int = 0
     """Content that would be written."""
+    failed: int = 0
+    """Entries that the target refuses: in another store, or where something has their name that is not replaced."""
+    problems: list[RestoreProblem] = field(default_factory=list)
 
     @property
     def deleted(self) -> int:
@@ -63,30 +75,50 @@ def plan_restore(
     partial = check_delete(tree, single, options)
     base, entries = _selected(tree, path)
     root, closed = os.fsencode(target), set[bytes]()
-    for entry in entries:
-        if not entry.name or (options.accepts is not None and not options.accepts(entry)):
-            continue
-        if entry.folder in closed or _is_closed(entry, _join(root, base, entry.path), options, protected, counts):
-            if entry.kind == EntryKind.FOLDER:
-                closed.add(entry.path)
-            continue
-        _add(entry, _join(root, base, entry.path), options, counts)
-    if options.delete and options.accepts is None:
-        with suppress(OSError):
-            descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                deletion = TargetDeletion(
-                    descriptor,
-                    counts.deletion,
-                    protected,
-                    partial=partial,
-                    with_excluded=options.delete_excluded,
-                    is_dry=True,
-                )
-                _plan_deletion(tree, path, deletion, descriptor, closed)
-            finally:
-                os.close(descriptor)
+    with ExitStack() as stack:
+        deletion: TargetDeletion | None = None
+        descriptor = _open_target(root, stack) if options.delete and options.accepts is None else None
+        if descriptor is not None:
+            deletion = TargetDeletion(
+                descriptor,
+                counts.deletion,
+                protected,
+                partial=partial,
+                with_excluded=options.delete_excluded,
+                is_dry=True,
+            )
+        for entry in entries:
+            if not entry.name or (options.accepts is not None and not options.accepts(entry)):
+                continue
+            place = _join(root, base, entry.path)
+            if entry.folder in closed or _is_closed(entry, place, options, protected, counts):
+                if entry.kind == EntryKind.FOLDER:
+                    closed.add(entry.path)
+                continue
+            _add(entry, place, options, counts, deletion)
+        if deletion is not None and descriptor is not None:
+            before = len(deletion.counts.failures)
+            _plan_deletion(tree, path, deletion, descriptor, closed)
+            for failure in deletion.counts.failures[before:]:
+                _fail(counts, failure.path, f"cannot be deleted: {failure.reason}")
     return counts
+
+
+def _open_target(root: bytes, stack: ExitStack) -> int | None:
+    """Return the descriptor of the target, which `stack` closes; None if it does not exist."""
+    try:
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _fail(counts: PlannedRestore, path: bytes, reason: str) -> None:
+    """Count an entry that would not be restored, or deleted."""
+    counts.failed += 1
+    if len(counts.problems) < PROBLEMS_MAX:
+        counts.problems.append(RestoreProblem(path, reason))
 
 
 def _plan_deletion(tree: TreeReader, path: bytes, deletion: TargetDeletion, root: int, closed: set[bytes]) -> None:
@@ -135,16 +167,27 @@ def _is_closed(
     with suppress(OSError):
         exists = os.lstat(path)
         if (exists.st_dev, exists.st_ino) in protected:
-            return True
-        if stat.S_ISDIR(exists.st_mode) and os.path.lexists(os.path.join(path, os.fsencode(STORE_DESCRIPTOR))):
             counts.deletion.add_kept(entry.path, IS_STORE)
+            return True
+        if stat.S_ISDIR(exists.st_mode) and _is_store(path):
+            _fail(counts, entry.path, HAS_STORE)
             return True
         if not stat.S_ISDIR(exists.st_mode):
             if options.overwrite == Overwrite.NEVER:
                 counts.kept_files += 1
+                _fail(counts, entry.path, HAS_FILE)
                 return True
             counts.replaced += 1
     return False
+
+
+def _is_store(path: bytes) -> bool:
+    """Return whether a folder is a store. Raises OSError."""
+    descriptor = open_path(path, follow_symlinks=False)
+    try:
+        return is_store(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def selected_bytes(tree: TreeReader, path: bytes, options: RestoreOptions) -> int:
@@ -171,7 +214,9 @@ def _join(root: bytes, base: bytes, path: bytes) -> bytes:
     return os.path.join(root, relative) if relative else root
 
 
-def _add(entry: TreeEntry, path: bytes, options: RestoreOptions, counts: PlannedRestore) -> None:
+def _add(
+    entry: TreeEntry, path: bytes, options: RestoreOptions, counts: PlannedRestore, deletion: TargetDeletion | None
+) -> None:
     exists = None
     with suppress(OSError):
         exists = os.lstat(path)
@@ -182,12 +227,32 @@ def _add(entry: TreeEntry, path: bytes, options: RestoreOptions, counts: Planned
         if _is_kept(entry, exists, options.overwrite):
             counts.kept_files += 1
             return
+        if stat.S_ISDIR(exists.st_mode):
+            reason = _refusal(entry, path, deletion) if options.delete else HAS_FOLDER
+            if reason:
+                _fail(counts, entry.path, reason)
+                return
         counts.replaced += 1
     if entry.kind == EntryKind.FILE:
         counts.files += 1
         counts.bytes += entry.content_bytes
     else:
         counts.others += 1
+
+
+def _refusal(entry: TreeEntry, path: bytes, deletion: TargetDeletion | None) -> str:
+    """Return why a folder that has the name of a file cannot be replaced; empty if it can."""
+    if deletion is None:
+        return ""
+    before = len(deletion.counts.failures)
+    with suppress(OSError):
+        parent = open_path(os.path.dirname(path))
+        try:
+            if not deletion.remove(entry.name, parent, entry.path, is_counted=False):
+                return kept_folder_reason(deletion.counts.failures[before:])
+        finally:
+            os.close(parent)
+    return ""
 
 
 def _is_kept(entry: TreeEntry, exists: os.stat_result, overwrite: Overwrite) -> bool:

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from nearkin.trees.store_folders import has_descriptor, is_store, open_path
 from nearkin_shared.errors import BadInput
 from nearkin_shared.reading.tree_reader import TreeReader
-from nearkin_shared.storage.descriptor import NAME as STORE_DESCRIPTOR
 
 NAMES_MAX = 10_000
 """Deleted and kept entries of which the paths are kept; all are counted."""
@@ -263,9 +263,12 @@ def check_target(target: Path, protected: Collection[Identity]) -> None:
     path = Path(os.path.realpath(target))
     for folder in (path, *path.parents):
         with suppress(OSError):
-            status = folder.stat()
-            if (status.st_dev, status.st_ino) in protected or os.path.lexists(folder / STORE_DESCRIPTOR):
-                raise BadInput(f'target "{target}": is in the store "{folder}"; name a folder outside of it')
+            descriptor = open_path(folder)
+            try:
+                if is_protected(descriptor, protected) or is_store(descriptor):
+                    raise BadInput(f'target "{target}": is in the store "{folder}"; name a folder outside of it')
+            finally:
+                os.close(descriptor)
 
 
 def is_protected(descriptor: int, protected: Collection[Identity]) -> bool:
@@ -305,11 +308,3 @@ def _parent_of(descriptor: int, parent: _Level) -> int:
         raise OSError(0, "was moved while its content was deleted")
     os.close(descriptor)
     return above
-
-
-def has_descriptor(folder: int) -> bool:
-    """Return whether a folder is the root of any store."""
-    with suppress(OSError):
-        os.stat(STORE_DESCRIPTOR, dir_fd=folder, follow_symlinks=False)
-        return True
-    return False

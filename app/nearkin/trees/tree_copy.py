@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from nearkin.trees.tree_restore import ContentStream
+from nearkin.trees.content_stream import ContentStream
 from nearkin.trees.tree_sinks import StoreSink
 from nearkin.trees.tree_writer import FileBorders
 from nearkin_shared.errors import Corrupt

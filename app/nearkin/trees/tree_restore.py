@@ -1,6 +1,6 @@
 """Restore a tree, or a part of it, into a folder.
 
-    entries in order -> folders, files, links -> attributes of folders, the deepest first
+    entries in order -> folders, files, links; entries of folders, last first -> attributes of folders
 
 Every call names an entry by the descriptor of its folder, which is opened from the target on without following a
 symlink, so that no entry is written outside the target. Contents are read as one stream.
@@ -17,30 +17,38 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from blake3 import blake3
 
+from nearkin.trees.content_stream import ContentStream
 from nearkin.trees.entry_attributes import AttributeWriter, make_enterable, xattrs_of
+from nearkin.trees.entry_marks import EntryMarks
 from nearkin.trees.free_names import give_free_name
-from nearkin.trees.restore_counts import Overwrite, RestoreCounts, RestoreOptions, reason_of
+from nearkin.trees.restore_counts import (
+    HAS_FILE,
+    HAS_FOLDER,
+    HAS_STORE,
+    Overwrite,
+    RestoreCounts,
+    RestoreOptions,
+    kept_folder_reason,
+    reason_of,
+)
+from nearkin.trees.store_folders import is_descriptor, is_store
 from nearkin.trees.target_deletion import (
     IS_STORE,
     Identity,
     TargetDeletion,
     check_target,
-    has_descriptor,
     is_protected,
     partial_folders,
 )
-from nearkin_shared.errors import BadInput, Corrupt, NoRoom, NotFound, StoreUnavailable
+from nearkin_shared.errors import BadInput, Corrupt, NoRoom, NotFound
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryFlag, EntryKind, TreeEntry
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
-from nearkin_shared.storage.descriptor import NAME as STORE_DESCRIPTOR_NAME
 
-STORE_DESCRIPTOR = STORE_DESCRIPTOR_NAME.encode()
-SKIP_BYTES_MAX = 4 << 20
-"""Contents that are not wanted are read over up to here; beyond, the stream is opened again."""
+KNOWN_FOLDERS_MAX = 10_000
+"""Paths in memory that lead to accepted entries, about 1 MB."""
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _KEPT_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -83,11 +91,12 @@ class TreeRestore:
         self._link_sources: dict[bytes, bytes] = {}
         """For a hard link that is restored as a file: the path whose content it has."""
         self._closed: set[bytes] = set()
-        """Folders of the tree that are not restored."""
-        self._restored_folders: list[TreeEntry] = []
-        """Folders whose attributes are set at the end, each after those that contain it."""
+        """Folders of the tree that are not restored, nor what is below them."""
+        self._late = EntryMarks()
+        """Folders, whose attributes are set at the end, and descriptors of stores, restored after all else in their
+        folders: a killed run can be continued."""
         self._known_folders: set[bytes] = set()
-        """Their paths, if only some entries are restored."""
+        """Paths of some of these folders, if only some entries are restored."""
         self._names: set[bytes] = set()
 
     def run(self, path: bytes = b"") -> RestoreCounts:
@@ -108,7 +117,7 @@ class TreeRestore:
             self._base = path
             entries = self._reader.below(path)
             if single is not None:
-                self._restored_folders.append(single.entry)
+                self._late.add(single.ordinal)
             summary = self._reader.summary
             if summary.entries > summary.files + summary.folders:
                 self._link_targets = frozenset(self._reader.hard_link_targets())
@@ -132,14 +141,12 @@ class TreeRestore:
         for placed in entries:
             entry = placed.entry
             if not entry.name:
-                self._restored_folders.append(entry)
+                self._late.add(placed.ordinal)
                 continue
             accepts = self._options.accepts
             if accepts is not None and not accepts(entry):
                 continue
-            if self._closed and entry.folder in self._closed:
-                if entry.kind == EntryKind.FOLDER:
-                    self._closed.add(entry.path)
+            if self._closed and self._is_closed(entry.folder):
                 continue
             try:
                 descriptor = self._folder_of(entry.folder)
@@ -148,22 +155,59 @@ class TreeRestore:
                 continue
             if accepts is not None:
                 self._add_parents(entry.folder)
-            self._names.add(entry.name)
-            try:
-                self._restore(placed, descriptor)
-            except OSError as err:
-                if err.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise NoRoom(f'"{self._target}": the device is full', self._target) from err
-                self._fail(entry, err)
-            except OverflowError as err:  # a size or device number that no call of the kernel takes
-                self._fail(entry, err)
-            except Corrupt as err:  # of this file: others may be sound
-                self._contents.close()
-                self.counts.damaged += 1
-                self._fail(entry, err)
+            if self._deletes:
+                self._names.add(entry.name)
+            if is_descriptor(entry) and entry.path not in self._link_targets:
+                self._late.add(placed.ordinal)
+            else:
+                self._try_restore(placed, descriptor)
         self._close_folder()
-        for entry in reversed(self._restored_folders):
-            self._finish_folder(entry)
+        self._run_late()
+
+    def _run_late(self) -> None:
+        """Restore descriptors and attributes of folders: those in a folder come before its own."""
+        for placed in self._reader.entries_backward(self._late.has_any):
+            if placed.ordinal not in self._late:
+                continue
+            if placed.entry.kind == EntryKind.FOLDER:
+                self._finish_folder(placed.entry)
+                self._new_stores.discard(self._relative(placed.entry.path))
+            else:
+                self._restore_descriptor(placed)
+
+    def _is_closed(self, folder: bytes) -> bool:
+        """Return whether a folder of the tree, or one that contains it, is not restored."""
+        while folder and folder not in self._closed:
+            folder = folder.rpartition(b"/")[0]
+        return bool(folder)
+
+    def _try_restore(self, placed: PlacedEntry, folder: int) -> None:
+        """Restore an entry; count a failure of it alone. Raises NoRoom, StoreUnavailable."""
+        entry = placed.entry
+        try:
+            self._restore(placed, folder)
+        except OSError as err:
+            if err.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise NoRoom(f'"{self._target}": the device is full', self._target) from err
+            self._fail(entry, err)
+        except OverflowError as err:  # a size or device number that no call of the kernel takes
+            self._fail(entry, err)
+        except Corrupt as err:  # of this file: others may be sound
+            self._contents.close()
+            self.counts.damaged += 1
+            self._fail(entry, err)
+
+    def _restore_descriptor(self, placed: PlacedEntry) -> None:
+        """Restore the descriptor of a store, after all else of the store."""
+        try:
+            descriptor = self._open_folder(self._relative(placed.entry.folder))
+        except OSError as err:
+            self._fail(placed.entry, err)
+            return
+        try:
+            self._try_restore(placed, descriptor)
+        finally:
+            os.close(descriptor)
 
     # --- folders -----------------------------------------------------------------------------------------------------
 
@@ -213,10 +257,15 @@ class TreeRestore:
         """
         if self._protected and is_protected(descriptor, self._protected):
             return True
-        return has_descriptor(descriptor) and path not in self._new_stores
+        return is_store(descriptor) and path not in self._new_stores
 
     def _add_parents(self, folder: bytes) -> None:
-        """Note the folders that lead to an accepted entry, so that they get their attributes too."""
+        """Note the folders that lead to an accepted entry, so that they get their attributes too.
+
+        A folder that is no longer known is looked up again.
+        """
+        if len(self._known_folders) >= KNOWN_FOLDERS_MAX:
+            self._known_folders.clear()
         missing = list[bytes]()
         while folder and folder != self._base and folder not in self._known_folders:
             missing.append(folder)
@@ -224,7 +273,7 @@ class TreeRestore:
         for path in reversed(missing):
             self._known_folders.add(path)
             with suppress(NotFound):  # a tree may lack entries of folders above its paths
-                self._restored_folders.append(self._reader.find(path).entry)
+                self._late.add(self._reader.find(path).ordinal)
 
     def _close_folder(self) -> None:
         """Close the folder in progress; with `delete`, delete what else it contains.
@@ -267,8 +316,7 @@ class TreeRestore:
         before = len(failures)
         if self._deletion.remove(entry.name, folder, entry.path, is_counted=False):
             return True
-        why = failures[before].reason if len(failures) > before else "it contains entries that are not deleted"
-        self.counts.fail(entry.path, f"a folder has this name, and cannot be replaced: {why}")
+        self.counts.fail(entry.path, kept_folder_reason(failures[before:]))
         return False
 
     def _finish_folder(self, entry: TreeEntry) -> None:
@@ -297,9 +345,9 @@ class TreeRestore:
     def _restore(self, placed: PlacedEntry, folder: int) -> None:
         entry = placed.entry
         if entry.kind == EntryKind.FOLDER:
-            self._restore_folder(entry, folder)
+            self._restore_folder(placed, folder)
             return
-        if entry.name == STORE_DESCRIPTOR:
+        if is_descriptor(entry):
             self._new_stores.add(self._relative(entry.folder))
         exists = self._existing(entry.name, folder)
         if exists is not None:
@@ -308,7 +356,7 @@ class TreeRestore:
                 return
             if stat.S_ISDIR(exists.st_mode):
                 if not self._options.delete:
-                    self.counts.fail(entry.path, "a folder has this name; use --delete to replace it")
+                    self.counts.fail(entry.path, HAS_FOLDER)
                     return
                 if not self._replace(entry, folder):
                     return
@@ -354,13 +402,14 @@ class TreeRestore:
         finally:
             os.close(descriptor)
 
-    def _restore_folder(self, entry: TreeEntry, folder: int) -> None:
+    def _restore_folder(self, placed: PlacedEntry, folder: int) -> None:
+        entry = placed.entry
         exists = self._existing(entry.name, folder)
         if exists is not None and not stat.S_ISDIR(exists.st_mode):
             if self._options.overwrite == Overwrite.NEVER:
                 self.counts.kept_files += 1
                 self._closed.add(entry.path)
-                self.counts.fail(entry.path, "a file has this name, and `never` keeps it: its content is not restored")
+                self.counts.fail(entry.path, HAS_FILE)
                 return
             os.unlink(entry.name, dir_fd=folder)
             exists = None
@@ -370,13 +419,13 @@ class TreeRestore:
             return
         if exists is not None and self._holds_store(entry, folder):
             self._closed.add(entry.path)
-            self.counts.fail(entry.path, f"{IS_STORE}, into which nothing is restored; move it away first")
+            self.counts.fail(entry.path, HAS_STORE)
             return
         if exists is None:
             os.mkdir(entry.name, 0o700, dir_fd=folder)
         elif exists.st_mode & 0o700 != 0o700:
             make_enterable(entry.name, folder)
-        self._restored_folders.append(entry)
+        self._late.add(placed.ordinal)
         if self._options.accepts is not None:
             self._known_folders.add(entry.path)
         self.counts.folders += 1
@@ -461,7 +510,7 @@ class TreeRestore:
         copied = content.entry._replace(folder=entry.folder, name=entry.name)
         self._sources.pop(entry.target, None)
         self._link_sources[entry.path] = entry.target
-        self._restore(PlacedEntry(copied, content.start), folder)
+        self._restore(PlacedEntry(copied, content.start, placed.ordinal), folder)
 
     def _link(self, path: bytes, identity: tuple[int, int], name: bytes, folder: int, *, replaces: bool) -> bool:
         """Make another name of a file of this run; return whether it is that file."""
@@ -541,47 +590,3 @@ def is_same_file(entry: TreeEntry, exists: os.stat_result, overwrite: Overwrite)
         and stat.S_ISREG(exists.st_mode)
         and (exists.st_size, exists.st_mtime_ns) == (entry.size, entry.mtime_ns)
     )
-
-
-@runtime_checkable
-class ClosableIterator(Protocol):
-    """An iterator that a caller who stops early closes."""
-
-    def close(self) -> None:
-        """End the reading."""
-
-
-class ContentStream:
-    """Reads ascending ranges of contents as one stream where they are close together."""
-
-    def __init__(self, open_range: Callable[[int, int], Iterable[memoryview]], stop: int) -> None:
-        """`stop`: end of all contents."""
-        self._open_range = open_range
-        self.stop = stop
-        self._pieces: Iterator[memoryview] | None = None
-        self._piece = memoryview(b"")
-        self._position = 0
-
-    def read(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes [start, stop). Raises Corrupt, StoreUnavailable."""
-        if self._pieces is None or not self._position <= start <= self._position + len(self._piece) + SKIP_BYTES_MAX:
-            self.close()
-            self._pieces, self._position = iter(self._open_range(start, self.stop)), start
-        while start < stop:
-            if self._position + len(self._piece) <= start:
-                self._position += len(self._piece)
-                piece = next(self._pieces, None)
-                if piece is None:
-                    raise StoreUnavailable(f"contents end at byte {self._position}, {stop} are needed; try again")
-                self._piece = piece
-                continue
-            first = start - self._position
-            part = self._piece[first : first + stop - start]
-            yield part
-            start += len(part)
-
-    def close(self) -> None:
-        """End the stream."""
-        pieces, self._pieces, self._piece = self._pieces, None, memoryview(b"")
-        if isinstance(pieces, ClosableIterator):
-            pieces.close()

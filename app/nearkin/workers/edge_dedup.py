@@ -120,6 +120,10 @@ class UploadReducer:
         finally:
             self._edge.arenas.give_back(arena)
 
+    def keep_alive(self) -> bytes:
+        """Return an encoded message without segments, for the position that `reduce` has reached."""
+        return encode(Sparse(self._envelope, FreshBatch.empty()))
+
     def _reduce(self, arena: U8, frames: Sequence[bytes | bytearray], *, final: bool) -> list[bytes]:
         size_bytes = len(self._tail) + sum(map(len, frames))
         payload = arena[:size_bytes] if size_bytes <= len(arena) else np.empty(size_bytes, np.uint8)

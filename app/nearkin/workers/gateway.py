@@ -6,7 +6,7 @@ python -m nearkin.workers.gateway [--config FILE]
 
 from nearkin.embedded.gateway_backend import embedded_gateway
 from nearkin.workers.edge_dedup import connect_edge
-from nearkin_gateway.command import main
+from nearkin_gateway.command import AppFactories, main
 
 if __name__ == "__main__":
-    main(obj=(embedded_gateway, connect_edge))
+    main(obj=AppFactories(embedded_gateway, connect_edge))

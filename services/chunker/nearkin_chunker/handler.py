@@ -35,6 +35,7 @@ from nearkin_shared.formats.message import (
     CHUNKS_MAX,
     SEGMENTS_MAX,
     Batch,
+    BatchEnd,
     End,
     Envelope,
     Frame,
@@ -396,7 +397,10 @@ class ChunkerHandler:
         part.open.pop(end.envelope.blob, None)
 
     def _cut_batch(self, record: Record, batch: Batch) -> None:
-        """Cut the blobs of a batch in one pass, and send their segments as those of one blob."""
+        """Cut the blobs of a batch in one pass, and send their segments as those of one blob.
+
+        If that fails, each blob of the batch fails: the failure names the batch alone, its end names the blobs.
+        """
 
         def cut() -> None:
             segments, last = cut_blobs(self._stages[batch.envelope.tenant], batch)
@@ -407,10 +411,16 @@ class ChunkerHandler:
                 self._outbox.send("segments", envelope.blob, encode(Segments(envelope, some)), headers)
                 position, sequence = position + some.logical_bytes, sequence + some.segments
             failpoint("cut.batch-sent")
-            headers = headers_of("chunker", "batch_end", last.envelope, None)
-            self._outbox.send("segments", last.envelope.blob, encode(last), headers)
+            self._send_batch_end(last)
 
-        self._guard.carry_out(record, batch.envelope, cut)
+        if not self._guard.carry_out(record, batch.envelope, cut):
+            # Without segments, so that the committer searches for versions of an earlier attempt.
+            uncut = tuple(replace(blob, segments=0) for blob in batch.blobs)
+            self._send_batch_end(BatchEnd(batch.envelope, uncut))
+
+    def _send_batch_end(self, end: BatchEnd) -> None:
+        headers = headers_of("chunker", "batch_end", end.envelope, None)
+        self._outbox.send("segments", end.envelope.blob, encode(end), headers)
 
     def _cut_guarded(self, part: _Partition, blob: _Open, record: Record) -> None:
         if not self._guard.carry_out(record, blob.envelope, lambda: self._cut(blob, trace_of(record), final=False)):

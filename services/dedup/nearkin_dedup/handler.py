@@ -53,7 +53,7 @@ def decide(lane: TenantContext, messages: Sequence[UndecodedMessage]) -> tuple[J
         return joined, run_stage(_stage(joined), joined.batch, lane.facts)
     sparse, what = read_sparse(messages), describe_messages(messages)
     check_names(sparse, lane.fingerprinter, what)
-    lookups = ClaimedLookups(sparse, lane)
+    lookups = ClaimedLookups(sparse, lane, what)
     found = run_stage(_stage(sparse.joined), sparse.joined.batch, lookups)
     check_complete(sparse, found, what)
     return sparse.joined, found

@@ -7,7 +7,8 @@
 A GC run may withdraw an entry after the sender's lookup. The chunk itself stays for a grace, and for good if a version
 that names it is committed by then: the location that the lookup returned is the lease (I6).
 
-Invariant: no claim is believed. Names are computed again from bytes that were sent, or found in the store.
+Invariants: no claim is believed. Names are computed again from bytes that were sent, or found in the store. The
+claims of a message name at most CLAIMED_CONTAINERS_MAX containers that are read (I10).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from nearkin_shared.errors import Corrupt, NotFound, PermanentError
 from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.message_batches import JoinedFresh
 from nearkin_shared.kafka.tenant_context import TenantContext
 from nearkin_shared.kernels.fingerprint_table import first_occurrence
@@ -26,6 +28,9 @@ from nearkin_shared.pipeline.stage import FoundLocations, LookupRequest, LookupR
 from nearkin_shared.storage.pending_delete_watch import is_listed
 from nearkin_shared.types import U8, ZERO, Bools, ContainerId, FreshBatch, Locations, group_by_container
 
+CLAIMED_CONTAINERS_MAX = 64
+"""Containers that claims of a message may name: at 100 ms for a directory the other uploads wait for 6 s. A GC run
+withdraws entries of few containers while an upload is in flight; a message has room for claims of 50,000."""
 Rows = NDArray[np.intp]
 
 
@@ -56,11 +61,18 @@ def check_complete(sparse: JoinedFresh, found: FreshBatch, what: str) -> None:
 class ClaimedLookups:
     """Lookups of names: the index, then the claims in sparse segments."""
 
-    def __init__(self, sparse: JoinedFresh, lane: TenantContext) -> None:
-        self._sparse, self._lane = sparse, lane
+    def __init__(self, sparse: JoinedFresh, lane: TenantContext, what: str) -> None:
+        """`what` names the messages in errors."""
+        self._sparse, self._lane, self._what = sparse, lane, what
+        self._read: set[int] = set()
+        """Containers that claims name, whose directories were read: those last used are cached."""
+        self._unreadable: set[int] = set()
 
     def answer(self, reads: LookupRequest, facts: LookupResults) -> LookupResults:
-        """Return `facts` with the answers added. Raises StoreUnavailable."""
+        """Return `facts` with the answers added.
+
+        Raises StoreUnavailable, PermanentError beyond CLAIMED_CONTAINERS_MAX.
+        """
         facts = self._lane.facts.answer(reads, facts)
         if reads.names is None or facts.chunks is None or facts.chunks.found.all():
             return facts
@@ -102,11 +114,10 @@ class ClaimedLookups:
 
     def _recipe(self, segment: Locations) -> Locations:
         """Return the chunks of a stored segment; none if it is not there."""
-        try:
-            recipes = self._lane.containers.directory(ContainerId(int(segment.containers[0]))).segments
-        except (Corrupt, NotFound):
+        directory = self._directory(int(segment.containers[0]))
+        if directory is None:
             return Locations.empty()
-        ordinal = int(segment.ordinals[0])
+        recipes, ordinal = directory.segments, int(segment.ordinals[0])
         if ordinal >= len(recipes):
             return Locations.empty()
         return recipes.chunks.take(slice(int(recipes.bounds[ordinal]), int(recipes.bounds[ordinal + 1])))
@@ -120,13 +131,32 @@ class ClaimedLookups:
             if container in (0, ZERO):
                 true[rows] = False
                 continue
-            try:
-                chunks = self._lane.containers.directory(ContainerId(container)).chunks
-            except (Corrupt, NotFound):
+            directory = self._directory(int(container))
+            if directory is None:
                 true[rows] = False
                 continue
+            chunks = directory.chunks
             ordinals = locations.ordinals[rows]
             beyond = ordinals >= len(chunks)
             at = np.where(beyond, 0, ordinals)
             true[rows] &= ~beyond & chunks.there[at] & np.all(chunks.names[at] == names[rows], axis=1)
         return true
+
+    def _directory(self, container: int) -> Directory | None:
+        """Return the directory of a claimed container, None if it cannot be read.
+
+        Raises StoreUnavailable, PermanentError.
+        """
+        if container in self._unreadable:
+            return None
+        if container not in self._read and len(self._read) == CLAIMED_CONTAINERS_MAX:
+            raise PermanentError(
+                f"{self._what}: chunks left out as known are not in the index, and their claims name more than "
+                f"{CLAIMED_CONTAINERS_MAX} containers; upload the blob again"
+            )
+        self._read.add(container)
+        try:
+            return self._lane.containers.directory(ContainerId(container))
+        except (Corrupt, NotFound):
+            self._unreadable.add(container)
+            return None

@@ -6,7 +6,8 @@ Invariant: calls that wait for one unresponsive server occupy no thread that oth
 default executor   the object store: THREADS_MAX, set by the application
 pools.hashing      digests of frames
 pools.disk         local files: bodies in a spool
-pools.control      requests to Kafka and Redis for a page or a command
+pools.control      requests to Kafka and Redis for a page or a command, and the sums of tenants with quotas
+pools.edge         with `gateway.edge`: uploads are cut, and Redis is asked what the store lacks
 probes             `nearkin_shared.observability.readiness`, one thread for each check
 """
 
@@ -53,8 +54,9 @@ class WorkerPools:
         self.hashing = WorkerPool("hash", 8)
         self.disk = WorkerPool("disk", 16)
         self.control = WorkerPool("control", 8)
+        self.edge = WorkerPool("edge", 8)
 
     async def close(self) -> None:
         """Finish the queued calls and end the threads of all pools."""
-        for pool in (self.hashing, self.disk, self.control):
+        for pool in (self.hashing, self.disk, self.control, self.edge):
             await pool.close()

@@ -16,18 +16,28 @@ import click
 from nearkin_shared.config.loader import load
 from nearkin_shared.errors import BadInput, NearkinError
 from nearkin_shared.observability import log_setup
+from nearkin_shared.utils.frozen import frozen
 
 if TYPE_CHECKING:
     from nearkin_gateway.backends.source_dedup import ConnectEdge
     from nearkin_gateway.server import EmbeddedFactory
 
 
+@frozen
+class AppFactories:
+    """Functions of the app floor for a gateway: open a store, and stages for `gateway.edge`."""
+
+    embedded: EmbeddedFactory
+    connect_edge: ConnectEdge
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="TOML file with settings.")
 @click.pass_obj
-def main(stages: tuple[EmbeddedFactory, ConnectEdge] | None, config: Path | None) -> None:
+def main(factories: AppFactories | None, config: Path | None) -> None:
     """Run a Nearkin gateway. Settings come from FILE and from NEARKIN_* variables."""
-    embedded, connect_edge = stages if stages is not None else (None, None)
+    embedded = None if factories is None else factories.embedded
+    connect_edge = None if factories is None else factories.connect_edge
     try:
         from nearkin_gateway.server import serve
 

@@ -31,6 +31,7 @@ from nearkin_shared.config.services import GatewaySettings
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NearkinError
 from nearkin_shared.observability.readiness import Check, Readiness
+from nearkin_shared.results import Stats
 from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.storage.gc_pause import GcPauseFlag
 
@@ -107,13 +108,18 @@ class Gateway:
         self.load = PipelineLoad(None if self.pipeline is None else self.pipeline.wait_seconds, self.pools.control)
         in_flight = InFlightUploads()
         lanes = self._make_lanes(in_flight)
-        self.admission = UploadAdmission(self._quota_of, self.catalogue.recount, in_flight, lanes, self.load)
+        self.admission = UploadAdmission(
+            self._quota_of, self._recount, in_flight, lanes, self.load, self.uploads, self.resumable.staged
+        )
         self.outcomes.on_event = self.admission.on_event
         self.insight = UsageStats(self.catalogue)
         self.readiness = Readiness({"object store": self.catalogue.check, "uploads": self.ingest.check, **self.checks})
         self.sessions = (
             None if self.tokens is None else Sessions(self.catalogue.secret, self.tokens, limits.SESSION_SECONDS)
         )
+
+    async def _recount(self, tenant: str, needs_whole: bool) -> tuple[Stats, bool]:
+        return await self.pools.control.run(self.catalogue.recount, tenant, needs_whole=needs_whole)
 
     def _make_lanes(self, in_flight: InFlightUploads) -> PartitionLanes:
         if self.pipeline is None:

@@ -117,14 +117,11 @@ def _validate(merged: Mapping[str, Any], sources: Mapping[str, str]) -> Settings
 
 def _refuse_removed(name: str, sources: Mapping[str, str]) -> None:
     """Raise ConfigError if the setting became a constant, or part of another setting."""
-    from nearkin_shared.config.removed import REMOVED, REPLACED
+    from nearkin_shared.config.removed import removal_text
 
-    if name in REPLACED:
-        raise ConfigError(f"{name}: no longer a setting; set {REPLACED[name]} instead{_set_by(name, sources)}")
-    if name in REMOVED:
-        raise ConfigError(
-            f"{name}: no longer a setting, but a constant ({REMOVED[name]}); remove it{_set_by(name, sources)}"
-        )
+    refusal = removal_text(name)
+    if refusal is not None:
+        raise ConfigError(f"{name}: {refusal}{_set_by(name, sources)}")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -191,8 +188,10 @@ def _read_environment() -> dict[str, Any]:
         section = next((each for each in SECTIONS if f'"{each}"' in str(err)), None)
         if section is None:
             raise ConfigError(f"NEARKIN_* variables: {err}") from err
-        name = f"{ENVIRONMENT_PREFIX}{section.upper()}"
-        single = f"{name}__{_fields(section)[0].upper()}"
+        name, settable = f"{ENVIRONMENT_PREFIX}{section.upper()}", _fields(section)
+        if not settable:
+            raise ConfigError(f"environment {name}: {_section_remedy(section)}") from err
+        single = f"{name}__{settable[0].upper()}"
         raise ConfigError(f"environment {name}: not valid JSON; set one value, such as {single}") from err
 
 
@@ -258,8 +257,7 @@ def _one_line(err: ValidationError, sources: Mapping[str, str]) -> ConfigError:
         named = field if isinstance(first["input"], Mapping) else f'{field} "{given}"'
         return ConfigError(f"{named}: no such setting; {_or_listed(near)}{source}")
     if first["type"] == "dataclass_type" and field in SECTIONS:
-        remedy = f"a section, not a single value; `nearkin config {field}` lists its settings"
-        return ConfigError(f'{field} "{given}": {remedy}{source}')
+        return ConfigError(f'{field} "{given}": {_section_remedy(field)}{source}')
     message = f"{first['msg'][0].lower()}{first['msg'][1:]}{_takes(field)}"
     return ConfigError(f'{field} "{given}": {message}{source}')
 
@@ -286,6 +284,16 @@ def _fields(section: str | None) -> list[str]:
         return list(Settings.__dataclass_fields__)
     names = type(SECTIONS[section]).__dataclass_fields__ if section in SECTIONS else ()
     return [name for name in names if f"{section}.{name}" not in FIXED_FIELDS]
+
+
+def _section_remedy(section: str) -> str:
+    """Return the remedy for a section that is given as a single value."""
+    from nearkin_shared.config.removed import REMOVED
+
+    if _fields(section):
+        return f"a section, not a single value; `nearkin config {section}` lists its settings"
+    constants = [f"{name} = {value}" for name, value in REMOVED.items() if name.startswith(f"{section}.")]
+    return f"no longer a section, its settings are constants ({', '.join(constants)}); remove it"
 
 
 def _close_names(name: str, known: Sequence[str]) -> list[str]:

@@ -37,10 +37,10 @@ REMOVED: Mapping[str, str] = {
     "gateway.slow_seconds": "30",
     "gateway.tenant_share": "0.75",
     "gateway.token_share": "0.5",
-    "gateway.unacknowledged_bytes": "48MiB",
+    "gateway.unacknowledged_bytes": "96MiB",
     "gateway.upload_status_bytes": "64MiB",
     "gateway.upload_status_minutes": "60",
-    "gateway.upload_unacknowledged_bytes": "8MiB",
+    "gateway.upload_unacknowledged_bytes": "24MiB",
     "gateway.uploads_max": "128",
     "gc.clock_gap_seconds_max": "7776000",
     "gc.merge_block_bytes": "4MiB; 8MiB in the profile archive",
@@ -78,3 +78,12 @@ REPLACED: Mapping[str, str] = {
     "block.far_matches": 'profile = "archive"',
 }
 """By dotted name: the setting to use instead."""
+
+
+def removal_text(name: str) -> str | None:
+    """Return why a setting is refused and what to do, None for one that was not removed."""
+    if name in REPLACED:
+        return f"no longer a setting; set {REPLACED[name]} instead"
+    if name in REMOVED:
+        return f"no longer a setting, but a constant ({REMOVED[name]}); remove it"
+    return None

@@ -198,6 +198,11 @@ class GatewaySettings:
     shutdown_seconds: Annotated[int, NumberRange(1, 3600)] = 30
     """Requests in progress may take this long after the gateway is asked to stop."""
 
+    def __post_init__(self) -> None:
+        """Refuse deduplication before the pipeline where there is no pipeline."""
+        if self.edge and self.ingest == "embedded":
+            raise ValueError('edge "true": with ingest "embedded" this process deduplicates anyway; remove edge')
+
 
 @held
 class DashboardSettings:

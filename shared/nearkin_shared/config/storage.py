@@ -22,13 +22,13 @@ from nearkin_shared.config.validators import (
     TenantName,
     Text,
 )
-from nearkin_shared.limits import GIB, KIB, MIB
+from nearkin_shared.limits import DESCRIPTOR, GIB, KIB, MIB
 from nearkin_shared.utils.frozen import held
 
 MARK_SWEEP, HYBRID, REFCOUNT, EXPIRY = GC_MODES = ("mark-sweep", "hybrid", "refcount", "expiry")
 STORE_FOLDERS = (
     *("containers", "manifests", "gc", "parity", "pause", "quarantine", "scrub", "keys", "heads"),
-    *("index", "tmp", "uploads", "staging", "reserve", "nearkin.json"),
+    *("index", "tmp", "uploads", "staging", "reserve", DESCRIPTOR),
 )
 ENCRYPTIONS = ("none", "aes-256-gcm")
 PAGE_CACHES = ("drop", "keep")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearkin_shared.errors import Corrupt, NotFound, StoreUnavailable
-from nearkin_shared.limits import KIB, MIB
+from nearkin_shared.limits import DESCRIPTOR, KIB, MIB
 from nearkin_shared.objectstore.base import AlreadyExists, Payload, check_size, unavailable
 from nearkin_shared.objectstore.file_publishing import NO_FOLDER_SYNC, NO_LINKS, is_same_file, rename_new
 from nearkin_shared.utils.buffers import SMALLEST_BYTES, BufferPool
@@ -37,9 +37,8 @@ DROPPED_BYTES_MIN = 256 * KIB
 """Smaller objects stay in the page cache: they are read again and again, and take no room to speak of."""
 
 
-DESCRIPTOR = "nearkin.json"
-"""An object that every store has. Where it is missing, so is the folder: a disk that is not mounted, for example."""
 STORE_ENTRIES = (DESCRIPTOR, "manifests", "containers")
+"""Without its descriptor the folder is missing: a disk that is not mounted, for example."""
 FOLDER_LOCKS = 64
 TOGETHER_BYTES_MAX = 256 * KIB
 """Of ranges that are read together: all of them stay in memory for as long as one does."""

@@ -18,6 +18,7 @@ from nearkin_shared.errors import Corrupt, FormatTooNew, NearkinError, NotFound,
 from nearkin_shared.formats import parity_object as fmt
 from nearkin_shared.formats import record_authentication
 from nearkin_shared.formats.parity_object import Scheme
+from nearkin_shared.limits import DESCRIPTOR
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore, Payload, SupportsReplace
 from nearkin_shared.objectstore.delegating import DelegatingObjectStore
 from nearkin_shared.observability import counters
@@ -25,7 +26,7 @@ from nearkin_shared.utils.failpoints import failpoint
 
 FOLDER = "parity"
 SUFFIX = ".nkp"
-COVERED = ("containers/", "manifests/", "keys/", "nearkin.json", "chunking.json")
+COVERED = ("containers/", "manifests/", "keys/", DESCRIPTOR, "chunking.json")
 """Folders with parity: the primary data. Pending deletes and quarantine are found again."""
 Decoded = TypeVar("Decoded")
 _log = logging.getLogger("nearkin")

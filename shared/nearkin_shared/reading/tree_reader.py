@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -51,6 +51,8 @@ class PlacedEntry(NamedTuple):
 
     entry: TreeEntry
     start: int
+    ordinal: int
+    """Its number among all entries of the tree, from 0 on."""
 
     @property
     def stop(self) -> int:
@@ -66,6 +68,8 @@ class TreeReader:
         """Returns bytes [start, stop) of the blob, contents included."""
         self._index = index
         self._label = label
+        self._ordinals = [0, *accumulate(group.rows for group in index.groups)]
+        """Of the first entry of each group."""
         self._decoded: tuple[int, list[PlacedEntry]] = (-1, [])
         self._ahead = (0, b"")
         """Where bytes of groups start that were read together, and the bytes."""
@@ -118,6 +122,23 @@ class TreeReader:
         """
         for number, block in self._read_blocks(0 if first is None else max(0, self._group_of(first))):
             yield from self._decode(number, block)
+
+    def entries_backward(self, is_wanted: Callable[[int, int], bool]) -> Iterator[PlacedEntry]:
+        """Yield the entries, the last one first, of each group that `is_wanted`.
+
+        It is called with the ordinals [first, stop) of the entries of a group. Raises Corrupt.
+        """
+        blocks, stop = self._index.block_starts, len(self._index.groups)
+        while stop:
+            first = min(stop - 1, bisect_left(blocks, blocks[stop] - READ_BYTES))
+            wanted = [number for number in range(first, stop) if is_wanted(*self._ordinals[number : number + 2])]
+            if wanted:
+                start = blocks[wanted[0]]
+                data = self._read_range(start, blocks[wanted[-1] + 1])
+                for number in reversed(wanted):
+                    block = data[blocks[number] - start : blocks[number + 1] - start]
+                    yield from reversed(self._decode(number, block))
+            stop = first
 
     def hard_link_targets(self) -> Iterator[bytes]:
         """Yield the path of the content of each hard link, in order. Raises Corrupt."""
@@ -234,7 +255,7 @@ class TreeReader:
         keys = [(sort_key(entry.folder), entry.name) for entry in entries]
         if keys[0] != group.first_key or any(after <= before for before, after in pairwise(keys)):
             raise Corrupt(f"{what}: its entries are not in order")
-        return [PlacedEntry(entry, first) for entry, first in zip(entries, ends, strict=False)]
+        return list(map(PlacedEntry, entries, ends, count(self._ordinals[number])))
 
 
 class TreeContentCheck:

@@ -15,11 +15,12 @@ from blake3 import blake3
 
 from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew, WrongKey
 from nearkin_shared.formats.key_record import ALGORITHM, ENCRYPTED_VERSION, decode_envelope
+from nearkin_shared.limits import DESCRIPTOR
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.parity import ParityObjectStore, read_decoded
 from nearkin_shared.utils.frozen import frozen
 
-NAME = "nearkin.json"
+NAME = DESCRIPTOR
 FORMAT = "nearkin-store"
 VERSION = 1
 BYTES_MAX = 64 * 1024

@@ -302,6 +302,41 @@ def test_announced_digests_are_checked_before_anything_is_stored(client: httpx.C
     assert client.get("/v1/blobs/wrong").status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("wanted", "with_sha256", "without"),
+    [
+        (None, "sha-256", ""),
+        ("sha-256=10", "sha-256", ""),
+        ("sha-256=1;q=x , unixsum=9, Sha-256=3, sha-512", "sha-256", ""),
+        ("blake3=3", "blake3", "blake3"),
+        ("blake3=3, sha-256=10", "sha-256, blake3", "blake3"),
+        ("sha-256=2,blake3=3,sha-512=10", "blake3, sha-256", "blake3"),
+        ("sha-256=0", "", ""),
+        ("sha-256=0, blake3=1", "blake3", "blake3"),
+        ("sha-256=5, sha-256=0", "", ""),
+        ("blake3=11", "sha-256", ""),
+        ("sha-512=10", "sha-256", ""),
+    ],
+)
+def test_read_has_the_stored_digests_that_are_wanted(
+    client: httpx.Client, wanted: str | None, with_sha256: str, without: str
+) -> None:
+    """Choose among stored digests by weight; compute none, and ignore what is unknown or malformed (RFC 9530)."""
+    data = noise(1000, seed=8)
+    shown = {"sha-256": hashlib.sha256(data).digest(), "blake3": blake3(data).digest(), "": b""}
+    client.put("/v1/blobs/both", content=data, headers={"Want-Repr-Digest": "sha-256=1"})
+    client.put("/v1/blobs/one", content=data)
+    headers = {} if wanted is None else {"Want-Repr-Digest": wanted}
+    for key, names in (("both", with_sha256), ("one", without)):
+        members = [f"{name}=:{base64.b64encode(shown[name]).decode()}:" for name in names.split(", ") if name]
+        for answer in (
+            client.get(f"/v1/blobs/{key}", headers=headers),
+            client.get(f"/v1/blobs/{key}", headers={**headers, "Range": "bytes=5-9"}),
+            client.head(f"/v1/blobs/{key}", headers=headers),
+        ):
+            assert answer.headers.get("repr-digest") == (", ".join(members) or None)
+
+
 def test_metadata_survive_whatever_is_in_them(client: httpx.Client) -> None:
     metadata = {"host": "db1", "CamelCase": "Ünïcödé", "with space": "line\nbreak", "percent": "100%", "empty": ""}
     headers = {
@@ -358,6 +393,7 @@ def test_stats_and_explanations_are_those_of_the_store(client: httpx.Client) -> 
 
 def test_hot_settings_change_and_bad_ones_are_refused(client: httpx.Client) -> None:
     before = client.get("/v1/config").json()
+    assert [name for name, section in before["settings"].items() if section == {}] == []
     changed = client.patch("/v1/config", json={"features": {"algorithm": "ntransform"}})
     assert changed.json()["revision"] != before["revision"]
     client.put("/v1/blobs/toggled", content=noise(400_000, seed=31))

@@ -21,6 +21,7 @@ import pytest
 
 from nearkin_gateway.app import THREADS_MAX
 from nearkin_gateway.auth import tokens
+from nearkin_gateway.auth.tenant_quota import TenantQuota
 from nearkin_gateway.catalog.version_catalog import VersionCatalog
 from nearkin_gateway.http.connection_protocol import PIPELINED_MAX
 from nearkin_gateway.http.problems import Problem
@@ -29,6 +30,7 @@ from nearkin_gateway.uploads.resumable_store import Meta, Resumable
 from nearkin_shared.errors import NotFound
 from nearkin_shared.limits import MIB
 from nearkin_shared.objectstore.local import LocalObjectStore
+from nearkin_shared.results import Stats
 from tests.support.checks.waiting import until
 from tests.support.servers.gateways import embedded, running
 
@@ -230,3 +232,21 @@ def test_client_that_leaves_a_pipeline_leaves_no_traceback(tmp_path: Path, caplo
             until(lambda: not gateway.gateway.downloads.taken_count)
         assert client.get("/livez").status_code == 200
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_sums_of_quotas_occupy_no_thread_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read them with the threads of requests to Redis, which may not answer."""
+    file, threads = tmp_path / "tokens.json", []
+    token, *_ = tokens.create(file, "default", ["write"])
+    tokens.set_quota(file, "default", TenantQuota(logical_bytes=MIB))
+    recount = VersionCatalog.recount
+
+    def observed(catalogue: VersionCatalog, tenant: str, *, needs_whole: bool) -> tuple[Stats, bool]:
+        threads.append(threading.current_thread().name)
+        return recount(catalogue, tenant, needs_whole=needs_whole)
+
+    monkeypatch.setattr(VersionCatalog, "recount", observed)
+    with running(embedded(tmp_path / "store", {"auth": {"tokens_file": str(file)}})) as gateway:
+        assert gateway.client(token).put("/v1/blobs/k", content=b"1").status_code == 201
+    assert threads
+    assert all(name.startswith("nearkin-gateway-control") for name in threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from nearkin.store import Store, open_store
-from nearkin.trees import free_names
+from nearkin.trees import free_names, tree_restore
 from nearkin.trees.backup_walk import BackupOptions
 from nearkin.trees.exclusions import ExclusionOptions
 from nearkin.trees.restore_counts import Overwrite, RestoreCounts, RestoreOptions
@@ -25,6 +26,7 @@ from nearkin.trees.restore_plan import PlannedRestore, plan_restore
 from nearkin_shared.errors import BadInput, Corrupt
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 from tests.support.checks.commands import environment
+from tests.support.data.stores import ENCRYPTED, settings
 
 DELETE = RestoreOptions(delete=True)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts, and changes owners")
@@ -121,10 +123,99 @@ def test_restore_writes_into_no_existing_store(folder: Path, tmp_path: Path) -> 
         only = store.restore("home", tmp_path / "new", options=RestoreOptions(accepts=lambda entry: b"/" in entry.path))
     with open_store(tmp_path / "new" / "copy") as kept:
         assert kept.get("k").read() == b"second"
-    assert [entry.path for entry in plan.deletion.kept_entries] == [b"copy"]
+    assert plan.problems == counts.problems
     assert [problem.path for problem in counts.problems] == [b"copy"]
+    assert (plan.failed, plan.files, plan.deletion.kept) == (1, 2, 0)
     assert counts.files == 2
     assert {problem.reason for problem in only.problems} == {"is a folder of a store"}
+
+
+def write_nearkin_json(place: Path, kind: str) -> None:
+    """Make an entry with the name of a descriptor that is none."""
+    name = place / "nearkin.json"
+    if kind == "folder":
+        name.mkdir()
+    elif kind == "symlink":
+        name.symlink_to("a")
+    else:
+        name.write_bytes({"empty": b"", "other": b'{"format": "another"}', "large": b" " * 100_000}[kind])
+
+
+@pytest.mark.parametrize("kind", ["folder", "symlink", "empty", "other", "large"])
+def test_name_of_a_descriptor_alone_makes_no_store(kind: str, folder: Path, tmp_path: Path) -> None:
+    """A user who may write in a folder could else refuse every restore below it."""
+    target = tmp_path / "above" / "target"
+    (target / "sub").mkdir(parents=True)
+    (target / "other").mkdir()
+    for place in (tmp_path / "above", target / "sub", target / "other"):
+        write_nearkin_json(place, kind)
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        plan = plan_restore(store.tree("home"), b"", target, DELETE, PlannedRestore())
+        counts = store.restore("home", target, options=DELETE)
+    assert (counts.problems, counts.deletion.kept_entries, plan.problems) == ([], [], [])
+    assert plan.deletion.deleted_paths == counts.deletion.deleted_paths == [b"other", b"sub/nearkin.json"]
+    assert sorted(names(target)) == ["a", "sub"]
+
+
+@pytest.mark.parametrize("damage", ["none", "later format", "damaged", "encrypted"])
+def test_descriptor_makes_a_store(damage: str, folder: Path, tmp_path: Path) -> None:
+    """One that this release cannot read, and a damaged one next to its objects, too."""
+    (folder / "sub" / "b").unlink()
+    chosen = settings(ENCRYPTED) if damage == "encrypted" else None
+    with open_store(folder / "sub", create=True, settings=chosen) as other:
+        other.put("k", b"first")
+    descriptor = folder / "sub" / "nearkin.json"
+    if damage == "later format":
+        descriptor.write_text(json.dumps({**json.loads(descriptor.read_bytes()), "format_version": 99}))
+    elif damage == "damaged":
+        descriptor.write_bytes(descriptor.read_bytes()[:-20])
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        with pytest.raises(BadInput, match="is in the store"):
+            store.restore("home", folder / "sub" / "new")
+        counts = store.restore("home", folder)
+    assert [(one.path, one.reason[:24]) for one in counts.problems] == [(b"sub", "is a folder of a store, ")]
+
+
+@needs_root
+def test_descriptor_of_another_user_in_tmp_makes_no_store(folder: Path, tmp_path: Path) -> None:
+    """A folder with the sticky bit is written by all: the owner of a file in it decides nothing about the folder."""
+    shared = tmp_path / "shared"
+    with open_store(shared, create=True):
+        pass
+    shared.chmod(0o1777)
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        with pytest.raises(BadInput, match="is in the store"):
+            store.restore("home", shared / "target")
+        os.chown(shared / "nearkin.json", 12345, 12345)
+        assert store.restore("home", shared / "target").is_complete
+
+
+def test_killed_restore_of_a_store_is_continued(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptor comes last: before, nothing keeps a second restore out of the folder."""
+    with open_store(folder / "copy", create=True) as other:
+        other.put("k", os.urandom(100_000))
+    names_given = list[bytes]()
+    give = free_names.give_free_name
+
+    def give_noted(temporary: bytes, name: bytes, within: int) -> None:
+        names_given.append(name)
+        if len(names_given) == 4:
+            raise KeyboardInterrupt
+        give(temporary, name, within)
+
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("home", [folder])
+        monkeypatch.setattr(tree_restore, "give_free_name", give_noted)
+        with pytest.raises(KeyboardInterrupt):
+            store.restore("home", tmp_path / "new")
+        assert b"nearkin.json" not in names_given
+        assert store.restore("home", tmp_path / "new").is_complete
+    assert names_given[-1] == b"nearkin.json"
+    with open_store(tmp_path / "new" / "copy") as restored:
+        assert len(restored.get("k").read()) == 100_000
 
 
 @pytest.mark.parametrize("kind", ["pattern", "cache", "marker", "unread", "selected", "socket"])

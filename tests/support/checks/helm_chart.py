@@ -2,9 +2,10 @@
 
 Invariant: its README and the schema of `config` agree with values.yaml and with the settings.
 
-python -m tests.support.checks.helm_chart            writes both, in the folder deploy/helm/nearkin
+python -m tests.support.checks.helm_chart            writes all, in the folder deploy/helm/nearkin
 values.yaml     `# -- text` above a value is its row in README.md
 Settings        fields, names and bounds are `properties.config` of values.schema.json; secrets are omitted
+REMOVED         files/removed_settings.json; the schema lets them pass, so that a template names the remedy
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import yaml
 from nearkin_shared.config import settings as config_settings
 from nearkin_shared.config import validators
 from nearkin_shared.config.reference import field_type
+from nearkin_shared.config.removed import REMOVED, REPLACED, removal_text
 from nearkin_shared.config.settings import FIXED_FIELDS, HOT_FIELDS, SECRETS, Settings
 from nearkin_shared.limits import TENANT_BYTES_MAX
 
@@ -38,7 +40,17 @@ NO_PASSWORD = r"^[a-z+]+://[^@]*$"
 
 def config_schema() -> dict[str, Any]:
     """Return the JSON schema of the chart's `config`."""
-    return {"description": "Settings by section, as `nearkin config` lists them.", **_section(Settings, "")}
+    schema = {"description": "Settings by section, as `nearkin config` lists them.", **_section(Settings, "")}
+    for name in removed_settings():
+        section, _, field = name.partition(".")
+        empty = {"type": "object", "additionalProperties": False, "properties": {}}
+        schema["properties"].setdefault(section, empty)["properties"][field] = {"deprecated": True}
+    return schema
+
+
+def removed_settings() -> dict[str, str]:
+    """Return why each removed setting is refused, by dotted name."""
+    return {name: refusal for name in sorted({*REMOVED, *REPLACED}) if (refusal := removal_text(name)) is not None}
 
 
 def _section(section: type[Any], prefix: str) -> dict[str, Any]:
@@ -176,6 +188,7 @@ def main(chart: Path = CHART) -> int:
     for path, made in (
         (chart / "values.schema.json", with_config((chart / "values.schema.json").read_text())),
         (chart / "README.md", with_values((chart / "README.md").read_text(), values)),
+        (chart / "files/removed_settings.json", json.dumps(removed_settings(), indent=2) + "\n"),
     ):
         path.write_text(made)
     return 0

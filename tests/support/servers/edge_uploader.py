@@ -12,13 +12,13 @@ from typing import Any
 from blake3 import blake3
 
 from nearkin.workers.edge_dedup import connect_edge
-from nearkin_gateway.backends.edge_upload import EdgeUpload
+from nearkin_gateway.backends.edge_upload import EdgeUploads
 from nearkin_gateway.backends.ingest_backend import UploadRequest, UploadResult
 from nearkin_gateway.backends.kafka_ingest import KafkaIngest
 from nearkin_gateway.backends.pack_writer import PackStore
+from nearkin_gateway.blocking_threads import WorkerPool
 from nearkin_gateway.uploads.upload_status import new_id
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.formats.message import Envelope
 from nearkin_shared.kafka.fleet_store import connect_fleet
 from nearkin_shared.kafka.message_authentication import authenticator_of
 from tests.support.servers.pipeline import Uploader
@@ -31,7 +31,8 @@ class EdgeUploader(Uploader):
         """`staged`: large uploads go through packs."""
         super().__init__(settings, tenant)
         objects, found, self._index = connect_fleet(settings)
-        self.edge = connect_edge(settings, found, self._index)
+        self._pool = WorkerPool("edge", 8)
+        self.edge = EdgeUploads(connect_edge(settings, found, self._index), self._pool)
         packs = PackStore(objects.inner) if staged else None
         self.ingest = KafkaIngest(settings, f"edge-{os.getpid()}", authenticator_of(settings, found), packs)
         self._runner = asyncio.Runner()
@@ -44,7 +45,7 @@ class EdgeUploader(Uploader):
     async def _put(self, key: str, pieces: Iterable[bytes]) -> str:
         blob, hasher, size_bytes = new_id(), blake3(), 0
         request = UploadRequest(self._tenant, key, blob, blob, time.time_ns() // 1000)
-        upload = EdgeUpload(self.ingest, request, self.edge.open(Envelope(blob, self._tenant, key)))
+        upload = self.edge.begin(self.ingest, request)
         for piece in pieces:
             hasher.update(piece)
             size_bytes += len(piece)
@@ -55,6 +56,7 @@ class EdgeUploader(Uploader):
     def close(self) -> None:
         """Release all connections."""
         self._runner.run(self.ingest.close())
+        self._runner.run(self._pool.close())
         self._runner.close()
         self._index.close()
         super().close()

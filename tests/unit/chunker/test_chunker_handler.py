@@ -17,15 +17,17 @@ from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
 from nearkin_chunker.handler import STATES_MAX, ChunkerHandler, check_messages_fit, split_segments
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import ConfigError
+from nearkin_shared.errors import ConfigError, TenantErased
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.formats.message import End, Envelope, Frame, Segments, decode, encode
+from nearkin_shared.formats.blob_table import BatchedBlob
+from nearkin_shared.formats.message import Batch, BatchEnd, End, Envelope, Frame, Segments, Sparse, decode, encode
 from nearkin_shared.kafka.clients import Headers, Outbox
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.lag import Backlog
 from nearkin_shared.kafka.offset_tracker import PartitionOffsets
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.pipeline.stage import LookupResults
+from nearkin_shared.types import FreshBatch, Locations
 from tests.support.data import content_samples as samples
 
 SETTINGS = with_changes(Settings(), {"kafka": {"upload_idle_seconds": 1}})
@@ -269,6 +271,35 @@ def test_stopped_upload_ends_as_failed() -> None:
     assert [offset for _, offset, _ in worker.committable()] == [8]
 
 
+def test_message_without_segments_keeps_an_upload_open() -> None:
+    """A gateway that cuts sends one while its client is slow; nothing is sent on for it."""
+    outbox, envelope = Kept(), Envelope(b"x" * 16, "t", "key")
+    worker = handler(outbox)
+    worker.on_assigned(0, "")
+    data = RANDOM[:300_000]
+    chunked = ChunkerStage(SETTINGS, NAMER).decide(
+        FrameRuns(np.frombuffer(data, np.uint8), (BlobRun(0, 0, len(data), True),)), LookupResults()
+    )
+    count = len(chunked.segments.lengths)
+    segments = FreshBatch(
+        batch=chunked.segments,
+        segment_known=np.zeros(chunked.segments.segments, np.bool_),
+        segment_locations=Locations.empty(chunked.segments.segments),
+        chunk_known=np.zeros(count, np.bool_),
+        chunk_locations=Locations.empty(count),
+        first=np.arange(count, dtype=np.int64),
+        fresh=np.arange(count, dtype=np.intp),
+    )
+    worker.handle([record(0, encode(Sparse(envelope, segments)))])
+    assert len(outbox.sent) == 1
+    worker._partitions[0].open[b"x" * 16].last_seen -= 2
+    behind = replace(envelope, position=len(data), sequence=chunked.segments.segments)
+    worker.handle([record(1, encode(Sparse(behind, FreshBatch.empty())))])
+    worker.idle()
+    assert b"x" * 16 in worker._partitions[0].open
+    assert len(outbox.sent) == 1
+
+
 def test_upload_with_unread_frames_has_not_stopped() -> None:
     """The service was paused for longer than the idle limit of an upload.
 
@@ -409,3 +440,25 @@ def test_record_of_another_tenant_is_a_dead_letter() -> None:
     end = ends[b"a" * 16]
     assert (end.failure, end.envelope.tenant) == (None, "t")
     assert len(outbox.dead) == 2
+
+
+def test_batch_that_cannot_be_cut_names_its_blobs() -> None:
+    """Send the failure and an end, by which the committer reports each blob: the failure names the batch."""
+
+    def stage_of(tenant: str) -> ChunkerStage:
+        raise TenantErased(f"tenant {tenant!r}: its keys were erased")
+
+    outbox = Kept()
+    worker = ChunkerHandler(SETTINGS, stage_of, outbox, Waiting(), OBJECTS)
+    worker.on_assigned(0, "")
+    blobs = tuple(BatchedBlob(key, 5, bytes(32), key.encode() * 16, 1, {"n": key}, b"00-1") for key in "abc")
+    envelope = Envelope(b"a" * 16, "t", "a", blobs=3)
+    worker.handle([record(0, encode(Batch(envelope, blobs, np.zeros(15, np.uint8))))])
+    failure, end = [decode(value, "segments") for _, value in outbox.sent]
+    assert isinstance(failure, End)
+    assert failure.failure is not None
+    assert "its keys were erased" in failure.failure
+    assert end == BatchEnd(envelope, tuple(replace(blob, segments=0) for blob in blobs))
+    assert len(outbox.dead) == 1
+    worker.drain(0)
+    assert [offset for _, offset, _ in worker.committable()] == [1]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from nearkin_gateway.uploads.in_flight import InFlightUploads
+import pytest
+
+from nearkin_gateway.uploads.in_flight import BULK_COST_BYTES, InFlightUploads
 from nearkin_gateway.uploads.partition_lanes import PartitionLanes, partition_of_blob
 
 WAITING: dict[int, int] = {}
@@ -14,7 +16,7 @@ def put(lanes: PartitionLanes, in_flight: InFlightUploads, tenant: str, count: i
     """Begin uploads without an outcome; return how many each partition has."""
     found = Counter[int]()
     for _ in range(count):
-        blob, partition = lanes.new_blob(tenant)
+        blob, partition = lanes.new_blob(tenant, 1000)
         assert partition is not None
         assert partition == partition_of_blob(blob, 4)
         in_flight.begin(blob, tenant, partition)
@@ -33,6 +35,14 @@ def test_flood_of_one_tenant_spares_the_last_partition() -> None:
     assert min(flood.values()) > 50
     assert set(put(lanes, in_flight, "quiet", 8)) == {3}
     assert set(put(lanes, in_flight, "third", 8)) == {3}
+
+
+@pytest.mark.parametrize("size_bytes", [BULK_COST_BYTES, None])
+def test_large_upload_spares_the_last_partition(size_bytes: int | None) -> None:
+    """Count the upload that begins: one of 16 MiB, or of unknown length, is much, though nothing is in flight."""
+    lanes = PartitionLanes(4, InFlightUploads(), lambda: True, lambda: {0: 9, 1: 9, 2: 9})
+    assert {lanes.new_blob("large", size_bytes)[1] for _ in range(100)} == {0, 1, 2}
+    assert {lanes.new_blob("quiet", 1000)[1] for _ in range(20)} == {3}
 
 
 def test_floods_of_other_gateways_are_avoided() -> None:
@@ -56,4 +66,4 @@ def test_single_tenant_uses_all_partitions() -> None:
     lanes = PartitionLanes(4, in_flight, lambda: False, lambda: WAITING)
     assert set(put(lanes, in_flight, "only", 300)) == {0, 1, 2, 3}
     without_kafka = PartitionLanes(0, in_flight, lambda: False, lambda: WAITING)
-    assert without_kafka.new_blob("only")[1] is None
+    assert without_kafka.new_blob("only", 1000)[1] is None

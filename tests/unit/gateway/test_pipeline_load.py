@@ -67,14 +67,14 @@ def test_retry_seconds_is_bounded() -> None:
 def test_load_is_read_once_for_all_and_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Return the last estimate at once while a reading is under way, and read again when it is old."""
     monkeypatch.setattr(pipeline_load, "LOOK_SECONDS", 0.05)
-    results: list[float | StoreUnavailable] = [40.0, StoreUnavailable("kafka is away")]
+    results: list[float | Exception] = [40.0, StoreUnavailable("kafka is away"), 50.0, ValueError("not an offset")]
     release, calls = threading.Event(), []
 
     def read() -> float:
         calls.append(1)
         release.wait(30)
         found = results.pop(0) if results else 7.0
-        if isinstance(found, StoreUnavailable):
+        if isinstance(found, Exception):
             raise found
         return found
 
@@ -83,7 +83,7 @@ def test_load_is_read_once_for_all_and_never_waited_for(monkeypatch: pytest.Monk
         load = PipelineLoad(read, pool)
         assert [load.retry_seconds(1) for _ in range(100)] == [1] * 100
         release.set()
-        for wanted in (40.0, None, 7.0):
+        for wanted in (40.0, None, 50.0, None, 7.0):
             while load.wait_seconds != wanted or load._reading is None:
                 await asyncio.sleep(0.001)
         await load.close()
@@ -91,4 +91,34 @@ def test_load_is_read_once_for_all_and_never_waited_for(monkeypatch: pytest.Monk
         await pool.close()
 
     asyncio.run(asyncio.wait_for(run(), 30))
-    assert len(calls) <= 5
+    assert len(calls) <= 7
+
+
+def test_load_of_a_hanging_reading_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Return no estimate once the last successful reading is old, while Kafka leaves the next one unanswered."""
+    monkeypatch.setattr(pipeline_load, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(pipeline_load, "KNOWN_SECONDS", 0.2)
+    release, calls = threading.Event(), []
+
+    def read() -> float:
+        calls.append(1)
+        if len(calls) > 1:
+            release.wait(30)
+        return 40.0
+
+    async def run() -> None:
+        pool = WorkerPool("test", 1)
+        load = PipelineLoad(read, pool)
+        while load.wait_seconds != 40.0:
+            await asyncio.sleep(0.001)
+        while load.wait_seconds is not None:
+            await asyncio.sleep(0.01)
+        assert len(calls) == 2
+        assert load.retry_seconds(5) == 5
+        release.set()
+        while load.wait_seconds != 40.0:
+            await asyncio.sleep(0.001)
+        await load.close()
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 from nearkin.cli import main
 from nearkin_gateway.auth import tokens
 from nearkin_gateway.auth.tenant_quota import TenantQuota, read_quotas
-from nearkin_gateway.http.request_limits import RATE_WINDOW_SECONDS, ByteRates
+from nearkin_gateway.http.request_limits import DEBT_SECONDS_MAX, RATE_WINDOW_SECONDS, ByteRates
 from nearkin_gateway.uploads import in_flight
 from nearkin_gateway.uploads.in_flight import InFlightUploads
 from nearkin_gateway.uploads.tenant_usage import TenantUsages
@@ -119,12 +118,12 @@ def test_usage_counts_commits_during_a_reading(monkeypatch: pytest.MonkeyPatch) 
     found = [sums(100, 50, 20), sums(300, 90)]
     ledger = {"logical_bytes": 7, "stored_bytes": 3}
     began: list[str] = []
-    release = threading.Event()
+    release = asyncio.Event()
 
-    def read(tenant: str) -> Stats:
+    async def read(tenant: str, _needs_whole: bool) -> tuple[Stats, bool]:
         began.append(tenant)
-        release.wait(30)
-        return found.pop(0)
+        await release.wait()
+        return found.pop(0), True
 
     async def run() -> None:
         usages = TenantUsages(read)
@@ -149,7 +148,8 @@ def test_usage_counts_commits_during_a_reading(monkeypatch: pytest.MonkeyPatch) 
 def test_usage_that_was_never_read_is_an_error() -> None:
     """Refuse to guess: an upload of a tenant with quotas waits for its sums, and fails without them."""
 
-    def away(tenant: str) -> Stats:
+    async def away(tenant: str, needs_whole: bool) -> tuple[Stats, bool]:
+        assert needs_whole
         raise StoreUnavailable(f"{tenant}: redis is away")
 
     async def run() -> None:
@@ -160,3 +160,42 @@ def test_usage_that_was_never_read_is_an_error() -> None:
         assert usages.known("t") is None
 
     asyncio.run(run())
+
+
+def test_usage_never_shrinks_during_a_rebuild(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep each sum that is larger than one of an index that is being rebuilt; a whole index replaces both."""
+    monkeypatch.setattr("nearkin_gateway.uploads.tenant_usage.REFUSED_SECONDS", 0.0)
+    monkeypatch.setattr("nearkin_gateway.uploads.tenant_usage.COST_SHARE", 0)
+    found = [(sums(100, 50), True), (sums(10, 70), False), (sums(120, 5), False), (sums(30, 20), True)]
+    asked: list[bool] = []
+
+    async def read(_tenant: str, needs_whole: bool) -> tuple[Stats, bool]:
+        asked.append(needs_whole)
+        return found.pop(0)
+
+    async def run() -> list[tuple[int, int]]:
+        usages = TenantUsages(read)
+        seen = []
+        for _ in range(4):
+            usage = await usages.current("t", refuses=True)
+            seen.append((usage.logical_bytes, usage.stored_bytes))
+        return seen
+
+    assert asyncio.run(run()) == [(100, 50), (100, 70), (120, 70), (30, 20)]
+    assert asked == [True, False, False, False]
+
+
+def test_byte_rate_debt_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remember ten minutes of debt at most, also after the rate was lowered; it shrinks from there."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    rates = ByteRates()
+    rates.add("a", 10**9, 1_000_000)
+    assert rates.debt_seconds("a", 1_000_000) == DEBT_SECONDS_MAX
+    assert rates.debt_seconds("a", 1000) == DEBT_SECONDS_MAX
+    now += DEBT_SECONDS_MAX - 1
+    assert rates.debt_seconds("a", 1000) == pytest.approx(1)
+    rates.add("a", 0, 1000)
+    assert rates.debt_seconds("a", 1000) <= DEBT_SECONDS_MAX
+    now += DEBT_SECONDS_MAX
+    assert rates.debt_seconds("a", 1000) == 0

@@ -14,10 +14,12 @@ import pytest
 import nearkin
 from nearkin_chunker import chunking_algorithms as chunkers
 from nearkin_delta import codecs
+from nearkin_gateway import gateway_limits
 from nearkin_resemblance import feature_algorithms as sketches
 from nearkin_shared.config import reduction as config_reduction
 from nearkin_shared.config import settings as config_settings
 from nearkin_shared.config.loader import load, with_changes
+from nearkin_shared.config.plain import SECTIONS, UNITS
 from nearkin_shared.config.reference import describe_settings
 from nearkin_shared.config.removed import REMOVED, REPLACED
 from nearkin_shared.config.settings import FIXED_FIELDS, PROFILES, Settings
@@ -307,6 +309,24 @@ def test_removed_setting_is_refused_with_its_constant(
         load(None, {section: {field: 1}})
 
 
+def test_constants_of_refused_settings_are_the_real_ones() -> None:
+    """Compare those of the gateway that have a constant of their name, and those that stayed fields of Settings."""
+    real: dict[str, object] = {f"gateway.{name.lower()}": value for name, value in vars(gateway_limits).items()}
+    for section in SECTIONS:
+        fields = asdict(getattr(Settings(), section))
+        real |= {f"{section}.{name}": value for name, value in fields.items()}
+    named = {name: _value_of(text.partition(";")[0]) for name, text in REMOVED.items() if name in real}
+    assert named == {name: real[name] for name in named}
+    assert set(named) >= FIXED_FIELDS | {"gateway.unacknowledged_bytes", "gateway.upload_unacknowledged_bytes"}
+
+
+def _value_of(text: str) -> object:
+    found = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", text)
+    if found is None:
+        return text == "true"
+    return float(found[1]) * UNITS.get(found[2].lower(), 1)
+
+
 @pytest.mark.parametrize("name", REPLACED)
 def test_replaced_setting_is_refused_with_its_replacement(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -412,6 +432,22 @@ def test_broken_json_in_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -
         load()
     with pytest.raises(ConfigError, match=r"environment NEARKIN_CHUNKER: not valid JSON; .*NEARKIN_CHUNKER__ALGORITHM"):
         load()
+
+
+def test_section_without_settings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = r"no longer a section, its settings are constants \(runner\.batch_bytes = 16MiB.*\); remove it"
+    file = toml(tmp_path, 'runner = "x"')
+    with pytest.raises(ConfigError, match=rf'^runner "x": {refused} \(set by file {file}\)$'):
+        load(file)
+    monkeypatch.setenv("NEARKIN_RUNNER", "x")
+    with pytest.raises(ConfigError, match=f"^environment NEARKIN_RUNNER: {refused}$"):
+        load()
+
+
+def test_edge_of_an_embedded_gateway_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'edge "true": with ingest "embedded" .*; remove edge'):
+        load(None, {"gateway": {"ingest": "embedded", "edge": True}})
+    assert load(None, {"gateway": {"edge": True}})[0].gateway.edge
 
 
 def test_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ import pytest
 
 from nearkin.lab.generated_data import random_bytes
 from nearkin_shared.errors import Corrupt, NotFound, RetryableError, StoreUnavailable
-from nearkin_shared.limits import MANIFEST_BYTES_MAX, OBJECT_BYTES_MAX
+from nearkin_shared.limits import DESCRIPTOR, MANIFEST_BYTES_MAX, OBJECT_BYTES_MAX
 from nearkin_shared.objectstore import local as module
-from nearkin_shared.objectstore.local import DESCRIPTOR, TOGETHER_BYTES_MAX, LocalObjectStore
+from nearkin_shared.objectstore.local import TOGETHER_BYTES_MAX, LocalObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from tests.support.fakes.faulty_objects import FaultyObjectStore
 

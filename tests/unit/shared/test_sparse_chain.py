@@ -18,8 +18,10 @@ from nearkin.lab.generated_data import random_bytes, text_like
 from nearkin.workers import edge_dedup
 from nearkin.workers.edge_dedup import AWAY_SECONDS, EdgeDedup
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
+from nearkin_dedup import sparse_segments
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.errors import Corrupt, StoreUnavailable
+from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.message import (
     End,
     Envelope,
@@ -40,7 +42,7 @@ from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.pipeline.stage import LookupResults
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.storage.staged_packs import UploadAttempt, put_pack, refer
-from nearkin_shared.types import FreshBatch, Locations
+from nearkin_shared.types import ContainerId, FreshBatch, Locations
 from tests.support.fakes.stage_fleet import SETTINGS, Fleet
 
 CONTENT = text_like(3_000_000, 4) + bytes(300_000) + random_bytes(700_000, 5)
@@ -261,6 +263,42 @@ def test_claim_of_an_unknown_chunk_fails_the_blob(fleet: EdgeFleet) -> None:
     message = encode(Sparse(Envelope(b"b" * 16, "t", "key"), empty))
     assert "are not in the store any more" in failure(fleet.handle([message], b"b" * 16, batch.batch.logical_bytes))
     assert fleet.dead
+    assert runs(fleet.handle(fleet.reduce(CONTENT, b"c" * 16), b"c" * 16))
+
+
+@pytest.mark.parametrize("by_segment", [False, True])
+def test_claims_of_many_containers_fail_the_blob(
+    fleet: EdgeFleet, monkeypatch: pytest.MonkeyPatch, by_segment: bool
+) -> None:
+    """Read few directories for a message, however many containers its claims name; other blobs are not affected."""
+    (batch, *_) = fleet.decoded(fleet.reduce(CONTENT[:700_000], b"b" * 16, 700_000))
+    count, segments = len(batch.batch.lengths), batch.batch.segments
+    monkeypatch.setattr(sparse_segments, "CLAIMED_CONTAINERS_MAX", segments - 2)
+    each = np.arange(count if not by_segment else segments, dtype=np.uint64) + np.uint64(1000)
+    nowhere = Locations(np.zeros(count, np.uint64), np.zeros(count, np.uint32))
+    claims = Locations(each, np.zeros(len(each), np.uint32))
+    many = replace(
+        batch,
+        segment_known=np.full(segments, by_segment),
+        segment_locations=claims if by_segment else batch.segment_locations,
+        chunk_known=np.ones(count, np.bool_),
+        chunk_locations=nowhere if by_segment else claims,
+        first=np.arange(count, dtype=np.int64),
+        fresh=np.zeros(0, np.intp),
+    )
+    read: list[int] = []
+    directory = fleet.lane.containers.directory
+
+    def counted(container: ContainerId) -> Directory:
+        read.append(int(container))
+        return directory(container)
+
+    monkeypatch.setattr(fleet.lane.containers, "directory", counted)
+    message = encode(Sparse(Envelope(b"b" * 16, "t", "key"), many))
+    placed = fleet.handle([message], b"b" * 16, batch.batch.logical_bytes)
+    assert f"their claims name more than {segments - 2} containers; upload the blob again" in failure(placed)
+    assert len(set(read)) <= segments - 2
+    assert len(read) <= 2 * (segments - 2)  # together with others, and alone
     assert runs(fleet.handle(fleet.reduce(CONTENT, b"c" * 16), b"c" * 16))
 
 

@@ -105,6 +105,12 @@ ingest: {module: nearkin_ingest}
 {{/* What the settings allow, and a pod cannot have. */}}
 {{- define "nearkin.checkSettings" -}}
 {{- $config := .Values.config -}}
+{{- range $name, $refusal := .Files.Get "files/removed_settings.json" | fromJson -}}
+{{- $section := index $config (splitList "." $name | first) -}}
+{{- if and (kindIs "map" $section) (hasKey $section (splitList "." $name | last)) -}}
+{{- fail (printf "config.%s: %s" $name $refusal) -}}
+{{- end -}}
+{{- end -}}
 {{- $gateway := int (dig "gateway" "port" 8080 $config) -}}
 {{- $monitor := int (dig "monitor" "port" 9090 $config) -}}
 {{- if or (lt $gateway 1) (lt $monitor 1) (eq $gateway $monitor) -}}

@@ -193,11 +193,6 @@ class TokenFile:
         self._look()
         return self._content.has_several_tenants
 
-    def quotas(self) -> dict[str, TenantQuota]:
-        """Return the quotas of all tenants that have some."""
-        self._look()
-        return self._content.quotas
-
     def tenants(self) -> list[str]:
         """Return the tenants that tokens name."""
         self._look()

@@ -6,6 +6,9 @@ The app floor hands in the stages (`SourceDedup`). A known chunk leaves this pro
 bytes are dropped, since its container is durable, and its location is valid for a grace (I6). If the index does not
 answer, nothing is known, and all bytes are sent.
 
+Of a slow client no segment may be certain for minutes. Workers would fail the upload as idle, so a message without
+segments is sent after KEEP_ALIVE_SECONDS: where the blob is cut does not depend on its client's speed.
+
 Invariants: `finish` returns after Kafka has acknowledged every segment and the end (I3). No upload holds more than
 the undecided tail of its bytes, one segment, while it waits for its client.
 """
@@ -13,26 +16,45 @@ the undecided tail of its bytes, one segment, while it waits for its client.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 from nearkin_gateway.backends.ingest_backend import UploadRequest, UploadResult
 from nearkin_gateway.backends.kafka_ingest import KafkaIngest, KafkaUpload
 from nearkin_gateway.backends.pack_writer import HOLD_SECONDS, Frames
-from nearkin_gateway.backends.source_dedup import BATCH_BYTES, SourceReducer
-from nearkin_shared.formats.message import StagedFrame
+from nearkin_gateway.backends.source_dedup import BATCH_BYTES, SourceDedup, SourceReducer
+from nearkin_gateway.blocking_threads import WorkerPool
+from nearkin_shared.formats.message import Envelope, StagedFrame
 from nearkin_shared.limits import KIB
+from nearkin_shared.utils.frozen import frozen
 
 MARGIN_SHARE = 16
 MARGIN_BYTES = 4 * KIB
 """Room that a frame takes beyond its size: names, locations and the header of a message."""
+KEEP_ALIVE_SECONDS = 60.0
+"""Time without a message before a keep-alive is sent: a fifth of `kafka.upload_idle_seconds`."""
+
+
+@frozen
+class EdgeUploads:
+    """The stages of all uploads, and the threads that run them."""
+
+    dedup: SourceDedup
+    pool: WorkerPool
+
+    def begin(self, ingest: KafkaIngest, intent: UploadRequest) -> EdgeUpload:
+        """Start an upload; nothing is sent before its first segment."""
+        reducer = self.dedup.open(Envelope(intent.blob, intent.tenant, intent.key))
+        return EdgeUpload(ingest, intent, reducer, self.pool)
 
 
 class EdgeUpload(KafkaUpload):
     """An upload of one blob as sparse segments."""
 
-    def __init__(self, ingest: KafkaIngest, intent: UploadRequest, reducer: SourceReducer) -> None:
+    def __init__(self, ingest: KafkaIngest, intent: UploadRequest, reducer: SourceReducer, pool: WorkerPool) -> None:
+        """`pool` has the threads that cut and ask the index."""
         super().__init__(ingest, intent)
-        self._reducer = reducer
+        self._reducer, self._pool = reducer, pool
         self._turn = asyncio.Lock()
         self._held: list[bytes | bytearray] = []
         self._held_bytes = self._held_room_bytes = 0
@@ -41,6 +63,8 @@ class EdgeUpload(KafkaUpload):
         self._failure: Exception | None = None
         self._sent_bytes = 0
         """Bytes of the messages so far."""
+        self._sent_at = time.monotonic()
+        """When the last of them was sent."""
 
     async def write(self, frame: bytes | bytearray) -> None:
         """Take a frame once there is room for it; reduce a batch when it is full."""
@@ -75,10 +99,15 @@ class EdgeUpload(KafkaUpload):
         await super()._take_room(room_bytes)
 
     def _reduce_late(self) -> None:
-        """Reduce the frames of a slow client."""
+        """Reduce the frames of a slow client.
+
+        Those that arrive while an earlier reduction runs are reduced after HOLD_SECONDS.
+        """
         self._timer = None
         if self._late is None or self._late.done():
             self._late = asyncio.ensure_future(self._reduce())
+        else:
+            self._timer = asyncio.get_running_loop().call_later(HOLD_SECONDS, self._reduce_late)
 
     async def _reduce(self, *, final: bool = False) -> None:
         """Cut the held frames, ask the index, and send what the store lacks."""
@@ -96,7 +125,12 @@ class EdgeUpload(KafkaUpload):
                     raise
 
     async def _reduce_frames(self, frames: Frames, room_bytes: int, *, final: bool) -> None:
-        messages = await asyncio.to_thread(self._reducer.reduce, frames, final=final)
+        messages = await self._pool.run(self._reducer.reduce, frames, final=final)
+        now = time.monotonic()
+        if messages:
+            self._sent_at = now
+        elif self._sent_bytes and now - self._sent_at >= KEEP_ALIVE_SECONDS:  # else workers do not know the upload
+            messages, self._sent_at = [self._reducer.keep_alive()], now
         self._give_room(room_bytes - sum(map(len, messages)))
         for message in messages:
             if self._packs is None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from confluent_kafka import Message as KafkaMessage
 from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.backends.ingest_backend import UploadRequest, UploadResult
 from nearkin_gateway.backends.pack_writer import Frames, PackStore, PackWriter
+from nearkin_gateway.http.problems import from_error
 from nearkin_gateway.http.request_limits import Budget
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NearkinError, StoreUnavailable
@@ -42,9 +44,17 @@ ROOM_SECONDS_MAX = 60.0
 CHECK_SECONDS = 3.0
 """How long Kafka may take to answer a readiness check."""
 CLOSE_SECONDS = 15.0
+ABORT_SECONDS = 10.0
+"""How long the answer to an upload that failed waits for its end."""
 MESSAGE_ROOM_BYTES = 64 * 1024
 """Size that an end counts as, in addition to its metadata."""
 _log = logging.getLogger("nearkin.gateway")
+
+
+def check_request(intent: UploadRequest) -> None:
+    """Refuse the key or the metadata of an upload. Raises BadInput."""
+    check_user_key(intent.key)
+    check_metadata(intent.metadata)
 
 
 class KafkaIngest:
@@ -100,9 +110,8 @@ class KafkaIngest:
             await asyncio.to_thread(self._poller.join)
 
     async def begin(self, intent: UploadRequest) -> KafkaUpload:
-        """Start an upload; nothing is sent before its first frame."""
-        check_user_key(intent.key)
-        check_metadata(intent.metadata)
+        """Start an upload; nothing is sent before its first frame. Raises BadInput."""
+        check_request(intent)
         return KafkaUpload(self, intent)
 
     def check(self) -> None:
@@ -214,6 +223,8 @@ class KafkaUpload:
         self._position = 0
         self._is_begun = False
         """Whether Kafka has a message of this upload."""
+        self._is_ended = False
+        """Whether Kafka has its end."""
         self._unsent_bytes = 0
         """Room that was taken for what is not sent yet."""
         self._packs: PackWriter | None = None
@@ -232,11 +243,19 @@ class KafkaUpload:
         self._position += len(frame)
 
     async def finish(self, ending: UploadResult) -> None:
-        """Send the end and wait for every acknowledgement."""
+        """Send the end and wait for every acknowledgement.
+
+        An upload whose end cannot be sent ends as failed: its workers and its tenant do not wait until it is idle.
+        """
         try:
             await self._finish(ending)
-        finally:
-            self._release_unsent()
+        except BaseException as err:
+            if not self._is_ended:
+                why = from_error(err).detail if isinstance(err, Exception) else "the gateway stopped"
+                aborting = asyncio.ensure_future(self.abort(why))
+                with suppress(TimeoutError, asyncio.CancelledError):  # the pipeline ends a silent upload by itself
+                    await asyncio.wait_for(asyncio.shield(aborting), ABORT_SECONDS)
+            raise
 
     async def _finish(self, ending: UploadResult) -> None:
         if self._packs is not None:
@@ -255,14 +274,15 @@ class KafkaUpload:
         )
         await self._take_room(MESSAGE_ROOM_BYTES)
         await self._send(encode(end), MESSAGE_ROOM_BYTES, "end", self._position)
+        self._is_ended = True
         await self._tracker.wait_for_acks()
 
     async def abort(self, why: str) -> None:
-        """Report that the upload ended without success, unless no frame was sent."""
+        """Report that the upload ended without success, unless no frame or an end was sent."""
         if self._packs is not None:
-            await self._packs.cancel()
+            await self._packs.cancel()  # first: packs in flight give their room back when they are acknowledged
         self._release_unsent()
-        if not self._is_begun:
+        if not self._is_begun or self._is_ended:
             return
         end = End(
             envelope=self._envelope(),
@@ -274,6 +294,7 @@ class KafkaUpload:
         try:
             await self._take_room(MESSAGE_ROOM_BYTES)
             await self._send(encode(end), MESSAGE_ROOM_BYTES, "end", self._position)
+            self._is_ended = True
         except NearkinError as err:
             _log.warning("upload %s: its end could not be sent: %s", self._intent.blob.hex(), err)
 

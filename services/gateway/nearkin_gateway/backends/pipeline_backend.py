@@ -16,12 +16,13 @@ from pathlib import Path
 
 from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.auth.tokens import token_file
-from nearkin_gateway.backends.edge_upload import EdgeUpload
+from nearkin_gateway.backends.edge_upload import EdgeUploads
 from nearkin_gateway.backends.event_consumer import EventConsumer
 from nearkin_gateway.backends.ingest_backend import UploadRequest
-from nearkin_gateway.backends.kafka_ingest import KafkaIngest, KafkaUpload
+from nearkin_gateway.backends.kafka_ingest import KafkaIngest, KafkaUpload, check_request
 from nearkin_gateway.backends.pack_writer import PackStore
-from nearkin_gateway.backends.source_dedup import ConnectEdge, SourceDedup
+from nearkin_gateway.backends.source_dedup import ConnectEdge
+from nearkin_gateway.blocking_threads import WorkerPools
 from nearkin_gateway.catalog.pipeline_listing import PipelineListing
 from nearkin_gateway.catalog.version_catalog import VersionCatalog
 from nearkin_gateway.monitoring.pipeline_state import PipelineState
@@ -31,7 +32,6 @@ from nearkin_gateway.uploads.resumable_store import Resumable
 from nearkin_gateway.uploads.upload_status import UploadIds, UploadStatuses
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, RetryableError
-from nearkin_shared.formats.message import Envelope
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.gc_status import GcStatusStore
 from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
@@ -66,7 +66,7 @@ class PipelineIngest(KafkaIngest):
         hot: LiveConfig,
         index: RedisIndex,
         packs: PackStore | None,
-        edge: SourceDedup | None = None,
+        edge: EdgeUploads | None = None,
     ) -> None:
         super().__init__(settings, client_id, authenticator, packs)
         self._edge = edge
@@ -85,10 +85,10 @@ class PipelineIngest(KafkaIngest):
 
     async def begin(self, intent: UploadRequest) -> KafkaUpload:
         """Start an upload; with `gateway.edge` as sparse segments. Raises NearkinError."""
-        upload = await super().begin(intent)
         if self._edge is None:
-            return upload
-        return EdgeUpload(self, intent, self._edge.open(Envelope(intent.blob, intent.tenant, intent.key)))
+            return await super().begin(intent)
+        check_request(intent)
+        return self._edge.begin(self, intent)
 
     async def close(self) -> None:
         """End all."""
@@ -117,7 +117,9 @@ def pipeline_gateway(settings: Settings, config_file: Path | None, connect_edge:
     packs = None  # plaintext of an encrypted store does not belong in its object store
     if settings.storage.encryption == "none":
         packs = PackStore(objects.inner)
-    edge = connect_edge(settings, found, index) if settings.gateway.edge and connect_edge is not None else None
+    pools, edge = WorkerPools(), None
+    if settings.gateway.edge and connect_edge is not None:
+        edge = EdgeUploads(connect_edge(settings, found, index), pools.edge)
     ingest = PipelineIngest(settings, client_id, authenticator, watch, hot, index, packs, edge)
 
     async def publish(message: bytes) -> None:
@@ -140,6 +142,7 @@ def pipeline_gateway(settings: Settings, config_file: Path | None, connect_edge:
         collecting=FleetGcControl(index),
         pauses=GcPauseFlag(objects),
         workers=watch,
+        pools=pools,
         pipeline=ingest.state,
         checks={"redis": redis_memory_check(settings)},
     )

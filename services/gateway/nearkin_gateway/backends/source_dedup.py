@@ -30,6 +30,9 @@ class SourceReducer(Protocol):
         Blocks while the index is asked. `final`: no frame follows.
         """
 
+    def keep_alive(self) -> bytes:
+        """Return an encoded message without segments, for the position that `reduce` has reached."""
+
 
 class SourceDedup(Protocol):
     """The chunker and dedup stages with an index. Thread-safe."""

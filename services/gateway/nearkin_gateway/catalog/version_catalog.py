@@ -329,13 +329,24 @@ class VersionCatalog:
                 return kept
             return self._sum_up(tenant)
 
-    def recount(self, tenant: str) -> Stats:
-        """Return the statistics of a tenant, computed now.
+    def recount(self, tenant: str, *, needs_whole: bool) -> tuple[Stats, bool]:
+        """Return the statistics of a tenant, computed now, and whether they are whole.
 
-        They have every version that was committed before the call.
+        Then they have every version that was committed before the call; while the index is rebuilt they are too small.
+        Raises StoreUnavailable, also where they are not whole and `needs_whole`.
         """
         with self._summing:
-            return self._sum_up(tenant)
+            is_whole = self._listing.is_complete
+            if is_whole or not needs_whole:
+                stats = self._sum_up(tenant)
+                # Asked again: a rebuild that began meanwhile has removed what was not read yet.
+                is_whole = is_whole and self._listing.is_complete
+                if is_whole or not needs_whole:
+                    return stats, is_whole
+        raise StoreUnavailable(
+            f"the index is being rebuilt: the bytes that tenant {tenant!r} has stored are not known, and its "
+            "quotas need them; uploads are taken again when the rebuild has ended"
+        )
 
     def _sum_up(self, tenant: str) -> Stats:
         began = time.monotonic()

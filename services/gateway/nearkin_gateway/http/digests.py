@@ -28,7 +28,7 @@ ALGORITHMS: Mapping[str, str] = {"sha-512": "sha512", "md5": "md5", "sha": "sha1
 """Checked where `Content-Digest` has them, next to sha-256; other algorithms are ignored (RFC 9530, section 2)."""
 _MEMBER = re.compile(r"([a-z*][a-z0-9_.*-]*)\s*=\s*:([A-Za-z0-9+/=]*):\s*(?:;.*)?", re.DOTALL)
 _SHA256_MEMBER = re.compile(r"sha-256\s*=\s*:([A-Za-z0-9+/=]*):\s*(?:;.*)?", re.DOTALL)
-_WANTED = re.compile(r"(?:^|,)\s*sha-256\s*=\s*(10|[1-9])\s*(?:,|$)")
+_WANTED = re.compile(r"([a-z*][a-z0-9_.*-]*)\s*=\s*(10|[0-9])\s*(?:;.*)?", re.DOTALL)
 
 
 def announced_sha256(headers: Headers) -> bytes | None:
@@ -108,12 +108,28 @@ def content_type_of(headers: Headers) -> str | None:
 
 def wants_sha256(headers: Headers) -> bool:
     """Return whether the caller asks for a SHA-256 (`Want-Repr-Digest: sha-256=10`, RFC 9530)."""
-    return any(_WANTED.search(",".join(headers.getlist(name))) for name in ("want-repr-digest", "want-content-digest"))
+    return any(_weights(headers, name).get("sha-256") for name in ("want-repr-digest", "want-content-digest"))
 
 
-def repr_digest(sha256_hex: str) -> str:
-    """Return a `Repr-Digest`."""
-    return f"sha-256=:{base64.b64encode(bytes.fromhex(sha256_hex)).decode()}:"
+def repr_digest(headers: Headers, blake3_hex: str, sha256_hex: str | None) -> str | None:
+    """Return the `Repr-Digest` of a read, None without a digest to send.
+
+    It has the digests that `Want-Repr-Digest` asks for, of those that are stored; else the SHA-256, unless the caller
+    does not accept it (weight 0). `sha256_hex` None: the put did not ask to keep it, and a read does not compute it.
+    """
+    stored = {"blake3": blake3_hex} if sha256_hex is None else {"sha-256": sha256_hex, "blake3": blake3_hex}
+    weights = _weights(headers, "want-repr-digest")
+    wanted = sorted((name for name in stored if weights.get(name)), key=weights.__getitem__, reverse=True)
+    if not wanted and "sha-256" in stored and "sha-256" not in weights:
+        wanted = ["sha-256"]
+    members = [f"{name}=:{base64.b64encode(bytes.fromhex(stored[name])).decode()}:" for name in wanted]
+    return ", ".join(members) or None
+
+
+def _weights(headers: Headers, name: str) -> dict[str, int]:
+    """Return the weights of algorithms in a header, 0 to 10; other members are ignored."""
+    members = (part.strip() for part in ",".join(headers.getlist(name)).split(","))
+    return {match[1]: int(match[2]) for match in map(_WANTED.fullmatch, members) if match is not None}
 
 
 def metadata_of(headers: Headers) -> dict[str, str]:

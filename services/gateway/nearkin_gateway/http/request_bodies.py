@@ -23,6 +23,9 @@ from nearkin_shared.limits import FRAME_BYTES_MAX
 FRAME_SECONDS = 10.0
 """A frame is sent by then, full or not: the pipeline ends an idle upload (`upload_idle_seconds`)."""
 
+DECLARED_DIGITS_MAX = 20
+"""Digits of a length that are read: a longer one is too large for every bound, cut or not."""
+
 
 def check_declared(request: Request, bytes_max: int) -> None:
     """Refuse a body that is declared too large, or encoded. Raises Problem."""
@@ -55,7 +58,10 @@ def asks_first(request: Request) -> bool:
 def declared_bytes(request: Request) -> int | None:
     """Return the length that a request declares for its body, if it does."""
     declared = request.headers.get("content-length", "")
-    return int(declared[:20]) if declared.isascii() and declared.isdigit() else None
+    if not (declared.isascii() and declared.isdigit()):
+        return None
+    # Without leading zeros first, or 20 of them before the length would declare an empty body.
+    return int((declared.lstrip("0") or "0")[:DECLARED_DIGITS_MAX])
 
 
 async def chunks(

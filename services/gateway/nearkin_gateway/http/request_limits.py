@@ -19,6 +19,8 @@ from nearkin_shared.utils.frozen import frozen
 
 CALLERS_MAX = 10_000
 """Callers whose rate is remembered; the one not seen for longest is forgotten, which is in its favour."""
+DEBT_SECONDS_MAX = 600.0
+"""Debt that is remembered: with the slowest rate and all slots taken, uploads that end have read less beyond it."""
 RATE_WINDOW_SECONDS = 10.0
 """Time over which a rate is reported."""
 
@@ -113,6 +115,11 @@ class ConcurrencyLimit:
         return len(self._held)
 
     @property
+    def occupancy(self) -> float:
+        """Return the share of all slots that is taken."""
+        return self._held.occupancy
+
+    @property
     def least_bytes_per_second(self) -> float:
         """Return what a client must move now; it doubles in even steps between half full and full."""
         fullness = max(0.0, self._held.occupancy - 0.5) * 2
@@ -180,7 +187,10 @@ class Rates:
 
 
 class ByteRates:
-    """Bytes of each tenant beyond its rate: a debt that shrinks by the rate each second."""
+    """Bytes of each tenant beyond its rate: a debt that shrinks by the rate each second.
+
+    Invariant (I10): no tenant owes more than DEBT_SECONDS_MAX, even after its rate was lowered.
+    """
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[str, _ByteRate] = OrderedDict()
@@ -189,7 +199,8 @@ class ByteRates:
         """Count bytes of a tenant that may take `limit` a second."""
         now = time.monotonic()
         held = self._tenants.pop(tenant, None) or _ByteRate(now, now)
-        held.debt_bytes = max(0.0, held.debt_bytes - (now - held.at) * limit) + count_bytes
+        debt_bytes = max(0.0, held.debt_bytes - (now - held.at) * limit) + count_bytes
+        held.debt_bytes = min(debt_bytes, DEBT_SECONDS_MAX * limit)
         if now - held.window_began >= RATE_WINDOW_SECONDS:
             held.earlier_rate = held.rate(now)
             held.window_began, held.window_bytes = now, 0
@@ -202,7 +213,9 @@ class ByteRates:
     def debt_seconds(self, tenant: str, limit: int) -> float:
         """Return how long the tenant has to wait until it is back at its rate."""
         held = self._tenants.get(tenant)
-        return 0.0 if held is None else max(0.0, held.debt_bytes / limit - (time.monotonic() - held.at))
+        if held is None:
+            return 0.0
+        return max(0.0, min(held.debt_bytes / limit, DEBT_SECONDS_MAX) - (time.monotonic() - held.at))
 
     def rate(self, tenant: str) -> int:
         """Return the bytes a second of a tenant, over about RATE_WINDOW_SECONDS."""

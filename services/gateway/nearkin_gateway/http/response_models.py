@@ -96,9 +96,9 @@ class DeletedPage(BaseModel):
 
 
 class QuotaUse(BaseModel):
-    """The bytes that count against a quota, uploads in flight included, and its limit."""
+    """The bytes that count against a quota, also those of uncommitted uploads; its limit."""
 
-    value: int
+    value: int | None = Field(description="Null while the index is rebuilt and this gateway has not read them before.")
     limit: int
 
 
@@ -360,8 +360,10 @@ class ResumableUpload(BaseModel):
     state: Literal["receiving", "staged", "handed-over", "failed"] = Field(
         description="`staged`: whole; a partial upload stays so until its final upload is handed over."
     )
-    failure: str | None
-    reason: str | None = Field(description="Of a failure: `precondition-failed` where a condition refused it.")
+    failure: str | None = Field(description="Why it is not stored; with the state `staged` it may be stored later.")
+    reason: str | None = Field(
+        description="Of a failure: `precondition-failed` where a condition refused it, `quota-exceeded` with `staged`."
+    )
     status: str | None = Field(description="URL of the outcome, once the upload is complete.")
 
 

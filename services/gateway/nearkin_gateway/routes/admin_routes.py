@@ -232,6 +232,8 @@ def _config_json(gateway: Gateway) -> dict[str, Any]:
     for name in FIXED_FIELDS:
         section, _, field = name.partition(".")
         del settings[section][field]
+        if not settings[section]:
+            del settings[section]
     for name in SECRETS | SECRET_URLS:
         *sections, field = name.split(".")
         below = settings[sections[0]] if sections else settings

@@ -71,6 +71,13 @@ VersionQuery = Annotated[int | None, Query(ge=1, le=VERSION_MAX, description="Th
 Wait = Annotated[
     float, Query(ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for the outcome before 202.")
 ]
+WantReprDigest = Annotated[
+    str | None,
+    Header(
+        description="`blake3=10, sha-256=5`: the digests in `Repr-Digest`, the preferred one first; 0: not that one. "
+        "BLAKE3 is always stored, SHA-256 if the put sent or requested it; other algorithms are ignored (RFC 9530)."
+    ),
+]
 _ANY_MEDIA = {"*/*": {"schema": {"type": "string", "format": "binary"}}}
 """A body of any type: a put keeps its `Content-Type`, and reads return it."""
 _BODY: dict[str, Any] = {"requestBody": {"required": False, "content": _ANY_MEDIA}}
@@ -83,7 +90,8 @@ _READ_HEADERS = {
     "Last-Modified": {"description": "When the version was put.", "schema": {"type": "string"}},
     "Accept-Ranges": {"description": "`bytes`.", "schema": {"type": "string"}},
     "Repr-Digest": {
-        "description": "SHA-256 (RFC 9530), if the put sent or requested it.",
+        "description": "RFC 9530: the stored digests that `Want-Repr-Digest` asks for; without it the SHA-256, if the "
+        "put sent or requested it.",
         "schema": {"type": "string"},
     },
     "X-Nearkin-Meta-Omitted": {
@@ -175,6 +183,7 @@ async def put_blob(
     await check_open_to(request, gateway, caller)
     check_declared(request, bytes_max)
     gateway.admission.check_rate(caller.tenant)
+    gateway.admission.check_slots(caller.tenant)
     if asks_first(request):
         gateway.admission.check_lag(caller.tenant)
     metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
@@ -326,6 +335,7 @@ async def get_blob(
     if_none_match: Annotated[str | None, Header()] = None,
     if_match: Annotated[str | None, Header()] = None,
     if_range: Annotated[str | None, Header()] = None,
+    want_repr_digest: WantReprDigest = None,
 ) -> Response:
     """Return the bytes of a version, verified before they are sent.
 
@@ -335,7 +345,13 @@ async def get_blob(
 
 
 @router.head("/v1/blobs/{key:path}", responses=_WHOLE_ANSWERS, response_class=Response, operation_id="headBlob")
-async def head_blob(request: Request, key: BlobKey, caller: Reader, version: VersionQuery = None) -> Response:
+async def head_blob(
+    request: Request,
+    key: BlobKey,
+    caller: Reader,
+    version: VersionQuery = None,
+    want_repr_digest: WantReprDigest = None,
+) -> Response:
     """Return what GET would, without the bytes."""
     return await _read(request, key, caller, version)
 
@@ -360,8 +376,9 @@ async def _read(request: Request, key: str, caller: Caller, version: int | None)
         "Cross-Origin-Resource-Policy": "same-origin",
         **metadata_headers(info.metadata),
     }
-    if info.sha256 is not None:
-        headers["Repr-Digest"] = repr_digest(info.sha256)
+    digest = repr_digest(request.headers, info.digest.removeprefix("blake3:"), info.sha256)
+    if digest is not None:
+        headers["Repr-Digest"] = digest
     if not_modified(request.headers, info, named=version is not None):
         del headers["Content-Type"]
         return Response(status_code=304, headers=headers)

@@ -37,6 +37,7 @@ from nearkin_gateway.uploads.tus_headers import (
     parse_concat,
     parse_metadata,
 )
+from nearkin_gateway.uploads.upload_admission import QUOTA_EXCEEDED
 from nearkin_gateway.uploads.upload_bodies import CHECKSUMS, UploadMutex, receive
 from nearkin_gateway.uploads.upload_preconditions import check_newest, check_refused
 from nearkin_shared.errors import NearkinError
@@ -165,10 +166,12 @@ async def create(
         return _answer(201, Location=f"/v1/uploads/{final.id}", **_progress(final.meta, final.offset))
     meta = replace(meta, length_bytes=_length(upload_length, int(gateway.bounds.body_bytes_max)))
     gateway.resumable.check_room(caller.holders)
-    await gateway.admission.check_room(caller.tenant, meta.length_bytes)
     await check_newest(gateway, meta.tenant, meta.key, meta.precondition)
+    await gateway.admission.check_room(caller.tenant, meta.length_bytes)
+    # No other task runs between the check and this: of several that begin at once, as many begin as fit.
+    number = gateway.resumable.reserve(meta)
     with_body = request.headers.get("content-type", "").partition(";")[0].strip().lower() == OFFSET_MEDIA
-    number = await asyncio.to_thread(gateway.resumable.create, meta)
+    await asyncio.to_thread(gateway.resumable.create, meta, number)
     annotate(request, upload=number)
     offset = await _receive_first(request, gateway, caller, StagedUpload(number, meta, (), None)) if with_body else 0
     if offset == meta.length_bytes and not meta.partial:
@@ -223,18 +226,25 @@ def _length(text: str | None, bytes_max: int) -> int:
     responses={
         200: {"description": "Where to go on.", "headers": {**_OFFSET, **_EXPIRES, **_LENGTH, **_DESCRIBED}},
         **_PROBLEMS,
+        **responses(507),
     },
     operation_id="headUpload",
 )
 async def head(request: Request, id: UploadId, caller: Writer, tus_resumable: Tus = None) -> Response:
-    """Return the durable offset of an upload; commit it if it is complete and was not yet."""
+    """Return the durable offset of an upload; commit it if it is complete and was not yet.
+
+    507: it is complete, and a quota does not allow it. It is kept and tried again; `GET` returns the reason.
+    """
     gateway = gateway_of(request)
     annotate(request, upload=id)
     check_version(tus_resumable)
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     if staged.pending:
-        with suppress(Problem):  # a part of it is damaged, and is to be sent again: say from where
+        try:
             await hand_over(gateway, staged.meta, id)
+        except Problem as err:  # of a damaged part, which is to be sent again: say from where
+            if err.name == QUOTA_EXCEEDED:  # 200 at the last byte means that the upload is done
+                raise
         staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     await check_refused(gateway, staged)
     length = {"Upload-Length": str(staged.meta.length_bytes), "Cache-Control": "no-store"}
@@ -261,8 +271,8 @@ async def get(request: Request, id: UploadId, caller: Writer) -> Response:
     annotate(request, upload=id)
     staged = await asyncio.to_thread(gateway.resumable.load, caller.tenant, id)
     done = staged.done
-    state = "receiving" if not staged.whole else "staged"
-    status = None
+    state, status = "receiving" if not staged.whole else "staged", None
+    failure, reason = await _refusal(gateway, staged) if done is None else (done.failure, done.reason)
     if done is not None:
         state = "failed" if done.blob is None else "handed-over"
         if done.blob is not None:
@@ -274,11 +284,22 @@ async def get(request: Request, id: UploadId, caller: Writer) -> Response:
         "length_bytes": staged.meta.length_bytes,
         "expires": datetime.fromtimestamp(staged.meta.expires_us / 1e6, UTC).isoformat(timespec="seconds"),
         "state": state,
-        "failure": None if done is None else done.failure,
-        "reason": None if done is None else done.reason,
+        "failure": failure,
+        "reason": reason,
         "status": status,
     }
     return JSONResponse(shown)
+
+
+async def _refusal(gateway: Gateway, staged: StagedUpload) -> tuple[str | None, str | None]:
+    """Return why a quota does not allow a whole upload, as text and by name."""
+    if staged.pending and staged.id not in gateway.background:  # else its own bytes count as in flight
+        meta = staged.meta
+        with suppress(NearkinError):
+            problem = await gateway.admission.find_refusal(meta.tenant, meta.length_bytes, without=(staged.id,))
+            if problem is not None:
+                return problem.detail, problem.name
+    return None, None
 
 
 @router.patch(

@@ -28,7 +28,7 @@ from nearkin_shared.objectstore.base import AlreadyExists
 async def create_final(gateway: Gateway, meta: Meta, sources: Sequence[str]) -> StagedUpload:
     """Create the final upload of `sources` and commit it.
 
-    Raises Problem, NotFound, NearkinError.
+    Raises Problem (507 if it does not fit), NotFound, NearkinError.
     """
     resumable, number = gateway.resumable, final_id(meta, sources)
     try:
@@ -36,6 +36,8 @@ async def create_final(gateway: Gateway, meta: Meta, sources: Sequence[str]) -> 
     except NotFound:
         await check_newest(gateway, meta.tenant, meta.key, meta.precondition)
         length_bytes = await asyncio.to_thread(_check_sources, gateway, meta.tenant, sources, number)
+        # Without its sources, which it takes over: they are counted already, where this gateway knows them.
+        await gateway.admission.check_room(meta.tenant, length_bytes, without=sources)
         final = replace(meta, length_bytes=length_bytes, sources=tuple(sources))
         try:
             staged = await asyncio.to_thread(resumable.create_final, number, final)

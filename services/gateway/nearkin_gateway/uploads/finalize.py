@@ -80,6 +80,7 @@ async def _store_upload(gateway: Gateway, tenant: str, number: str) -> bool | Pr
                     done = await _store(gateway, staged)  # 1
                 except Problem as err:
                     if err.name == QUOTA_EXCEEDED:
+                        resumable.postpone(number)
                         return err
                     raise
                 except DamagedPart as err:
@@ -93,6 +94,8 @@ async def _store_upload(gateway: Gateway, tenant: str, number: str) -> bool | Pr
         return False
     except (NearkinError, Problem) as err:
         _log.warning("upload %s: not handed over yet: %s", number, err)
+    finally:
+        gateway.admission.end_hand_over(number)
     return True
 
 
@@ -121,6 +124,7 @@ async def _store(gateway: Gateway, staged: StagedUpload) -> UploadOutcome:
                 trace=None if trace is None else trace.decode(),
                 precondition=meta.precondition,
                 size_bytes=meta.length_bytes,
+                staged=staged.id,
             )
             blob, _ = await take(gateway, frames(_parts(gateway, staged)), new)
         except PreconditionFailed as err:
@@ -147,7 +151,10 @@ async def _parts(gateway: Gateway, staged: StagedUpload) -> AsyncIterator[memory
 
 
 async def sweep_for_ever(gateway: Gateway) -> None:
-    """Remove expired uploads, and hand over whole ones that a dead gateway left."""
+    """Remove expired uploads, and hand over whole ones that a dead gateway left.
+
+    Sums and metrics of tenants that upload no more are forgotten too.
+    """
     loop = asyncio.get_running_loop()
 
     def hand_over(staged: StagedUpload) -> None:
@@ -155,6 +162,7 @@ async def sweep_for_ever(gateway: Gateway) -> None:
 
     while True:
         try:
+            gateway.admission.forget_idle()
             await asyncio.to_thread(gateway.resumable.sweep, hand_over)
         except NearkinError as err:
             _log.warning("resumable uploads were not swept: %s", err)

@@ -66,6 +66,13 @@ class InFlightUploads:
         """Return the sums of a partition."""
         return self._partitions.get(partition) or InFlightSums()
 
+    def is_bulk_with(self, tenant: str, size_bytes: int | None) -> bool:
+        """Return whether a tenant has much in flight with one more upload.
+
+        None: its length is not known. It may become large, and keeps its partition.
+        """
+        return size_bytes is None or self.of(tenant).cost_bytes + BLOB_COST_BYTES + size_bytes >= BULK_COST_BYTES
+
     def begin(self, blob: bytes, tenant: str, partition: int | None = None) -> None:
         """Count an upload."""
         upload = self._uploads[blob] = InFlightUpload(tenant, partition)

@@ -3,6 +3,7 @@
     tenant with much in flight   any partition but the last one     the last one is left to the others
     any other tenant             the partition with the least work
 
+The upload that begins counts: a tenant whose first upload is large, or of unknown length, has much in flight.
 A blob's id decides its partition in every topic that is keyed by it, so ids are drawn until one fits.
 
 Invariant: with one partition, or one tenant, every partition is used by all.
@@ -40,18 +41,21 @@ class PartitionLanes:
         self._partitions, self._in_flight = partitions, in_flight
         self._has_several_tenants, self._waiting = has_several_tenants, waiting
 
-    def new_blob(self, tenant: str) -> tuple[bytes, int | None]:
-        """Return the id of a new attempt, and its partition."""
+    def new_blob(self, tenant: str, size_bytes: int | None) -> tuple[bytes, int | None]:
+        """Return the id of a new attempt, and its partition.
+
+        `size_bytes`: of its body; None: not known.
+        """
         blob = new_id()
         if self._partitions < 2 or not self._has_several_tenants():
             return blob, partition_of_blob(blob, self._partitions) if self._partitions else None
-        chosen = self._choose(tenant)
+        chosen = self._choose(tenant, size_bytes)
         while partition_of_blob(blob, self._partitions) != chosen:  # `partitions` draws on average, 1 us each
             blob = new_id()
         return blob, chosen
 
-    def _choose(self, tenant: str) -> int:
-        if self._in_flight.of(tenant).is_bulk:
+    def _choose(self, tenant: str, size_bytes: int | None) -> int:
+        if self._in_flight.is_bulk_with(tenant, size_bytes):
             return random.randrange(self._partitions - 1)  # noqa: S311 - spreads load
         waiting = self._waiting()
         costs = [

@@ -29,6 +29,7 @@ from blake3 import blake3
 from pydantic import TypeAdapter, ValidationError
 
 from nearkin_gateway.http.request_limits import Holders, Holdings, Shares
+from nearkin_gateway.uploads.staged_bytes import StagedBytes
 from nearkin_shared.errors import Corrupt, NearkinError, NotFound
 from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
@@ -44,6 +45,8 @@ CHECK_BYTES = 16
 UNSEEN_SECONDS = 60.0
 """An upload that is whole and not handed over, or has parts and no meta, is left alone so long: it may be at work."""
 ROOM_RETRY_SECONDS = 60
+QUOTA_RETRY_SECONDS = 15 * 60.0
+"""A sweep leaves a whole upload alone so long after a quota refused it: each try reads the sums of its tenant."""
 WHOLE_SECONDS = 7 * 24 * 3600
 """An upload that is whole and cannot be handed over is kept so long after it would have expired."""
 _ID = re.compile("[0-9a-f]{32}", re.ASCII)
@@ -155,24 +158,54 @@ class Resumable:
     def __init__(self, objects: ObjectStore, uploads_max: int, shares: Shares | None = None) -> None:
         self._objects = objects
         self._open = Holdings("resumable uploads", uploads_max, shares or Shares(), "open")
-        self._begun: dict[object, Holders] = {}
+        self.staged = StagedBytes()
+        """The declared lengths of the open ones."""
+        self._begun: dict[str, Meta] = {}
         """Those that began since the last sweep did."""
+        self._ended: set[str] = set()
+        """Those that ended since then: the sweep may have found them open."""
         self._suspects: dict[str, float] = {}
+        self._refused: dict[str, float] = {}
+        """When a quota refused a whole one, in seconds of the monotonic clock."""
 
-    def create(self, meta: Meta) -> str:
-        """Create an upload; return its id. Call `check_room` before. Raises StoreUnavailable."""
+    def reserve(self, meta: Meta) -> str:
+        """Count an upload that will be created; return its id. Raises Problem as `check_room`.
+
+        A reservation that is not used ends with the sweep after next.
+        """
+        self.check_room(meta.holders)
         number = os.urandom(ID_BYTES).hex()
-        self._put(meta.tenant, f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())
+        self._add(number, meta)
+        return number
+
+    def create(self, meta: Meta, reserved: str | None = None) -> str:
+        """Create an upload, of a reservation if there is one; return its id.
+
+        Raises StoreUnavailable.
+        """
+        number = reserved or os.urandom(ID_BYTES).hex()
+        try:
+            self._put(meta.tenant, f"{ROOT}/{number}/meta", json.dumps(asdict(meta)).encode())
+        except BaseException:
+            self._drop(number)
+            raise
         self._add(number, meta)
         return number
 
     def _add(self, number: str, meta: Meta) -> None:
-        self._begun[number] = meta.holders
+        self._begun[number] = meta
         self._open.add(number, meta.holders)
+        self.staged.add(number, meta.tenant, meta.length_bytes)
 
     def _drop(self, number: str) -> None:
+        self._ended.add(number)
         self._begun.pop(number, None)
         self._open.discard(number)
+        self.staged.discard(number)
+
+    def postpone(self, number: str) -> None:
+        """Let sweeps leave a whole upload alone for QUOTA_RETRY_SECONDS: a quota refused it."""
+        self._refused[number] = time.monotonic()
 
     def create_final(self, number: str, meta: Meta) -> StagedUpload:
         """Create a final upload under an id derived from its request; a repeat returns the same.
@@ -302,26 +335,30 @@ class Resumable:
         Costs a listing of `uploads/`, and one read for each upload. An error leaves an upload for the next time.
         """
         found: dict[str, set[str]] = {}
-        self._begun = {}
+        self._begun, self._ended = {}, set()
         for name, _ in self._objects.names(ROOT):
             _, number, rest = (*name.split("/", 2), "", "")[:3]
             if _ID.fullmatch(number) is not None:
                 found.setdefault(number, set()).add(rest.partition("/")[0])
         now, ended = time.monotonic(), {number for number, kinds in found.items() if "done" in kinds}
         self._suspects = {number: since for number, since in self._suspects.items() if number in found}
-        still_open: dict[object, Holders] = {}
+        # A copy: other threads may add to it.
+        self._refused = {number: since for number, since in list(self._refused.items()) if number in found}
+        still_open: dict[str, Meta] = {}
         for number, kinds in found.items():
             try:
                 if "claim" in kinds:
                     self._sweep_claimed(number, found.keys() - ended, now)
                 else:
-                    holders = self._swept(number, kinds, now, hand_over)
-                    if holders is not None:
-                        still_open[number] = holders
+                    meta = self._swept(number, kinds, now, hand_over)
+                    if meta is not None:
+                        still_open[number] = meta
             except NearkinError as err:
                 _log.warning("upload %s: not swept: %s", number, err)
         # A sweep of thousands takes long, and more begin meanwhile.
-        self._open.replace({**self._begun, **still_open})
+        held = {number: meta for number, meta in {**self._begun, **still_open}.items() if number not in self._ended}
+        self._open.replace({number: meta.holders for number, meta in held.items()})
+        self.staged.replace({number: (meta.tenant, meta.length_bytes) for number, meta in held.items()})
 
     def _sweep_claimed(self, number: str, finals: Set[str], now: float) -> None:
         """Remove a claimed partial upload whose final upload is not in `finals`, the open ones."""
@@ -333,8 +370,8 @@ class Resumable:
 
     def _swept(
         self, number: str, kinds: set[str], now: float, hand_over: Callable[[StagedUpload], None]
-    ) -> Holders | None:
-        """Return whose shares the upload counts against, None where it is not open."""
+    ) -> Meta | None:
+        """Return what the upload is to become, None where it is not open."""
         if "meta" not in kinds:
             if self._suspect(number, now):
                 self.remove(number)
@@ -348,9 +385,13 @@ class Resumable:
             if staged.parts:
                 self.finish(staged, staged.done)
             return None
-        if staged.pending and self._suspect(number, now):
+        if staged.pending and self._suspect(number, now) and not self._is_postponed(number, now):
             hand_over(staged)
-        return staged.meta.holders
+        return staged.meta
+
+    def _is_postponed(self, number: str, now: float) -> bool:
+        refused_at = self._refused.get(number)
+        return refused_at is not None and now - refused_at < QUOTA_RETRY_SECONDS
 
     def _suspect(self, number: str, now: float) -> bool:
         return now - self._suspects.setdefault(number, now) >= UNSEEN_SECONDS

@@ -2,8 +2,9 @@
 
     sums of the index, read every USAGE_SECONDS  +  outcomes of uploads since that reading began
 
-Invariant: no committed version is left out. One that was committed while the index was read may be counted twice, until
-the next reading.
+Invariant (I10): no committed version is left out. One that was committed while the index was read may be counted twice,
+until the next reading. While the index is rebuilt no sum becomes smaller, and a tenant that was not read before is an
+error.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from nearkin_shared.errors import NearkinError, NotFound
-from nearkin_shared.observability import metrics
 from nearkin_shared.results import Stats
 
 USAGE_SECONDS = 60.0
@@ -26,6 +25,8 @@ REFUSED_SECONDS = 2.0
 """The same before an upload is refused: a tenant that has just deleted something should not wait."""
 COST_SHARE = 20
 """A reading of a tenant with 200,000 versions takes 3 s: at most this part of the time is spent on it."""
+ReadSums = Callable[[str, bool], Awaitable[tuple[Stats, bool]]]
+"""(tenant, whether they have to be whole) -> sums with every version committed before the call, if they are whole."""
 _log = logging.getLogger("nearkin.gateway")
 
 
@@ -52,8 +53,7 @@ class TenantUsage:
 class TenantUsages:
     """The usage of each tenant that was asked for; for one event loop."""
 
-    def __init__(self, read: Callable[[str], Stats]) -> None:
-        """`read` blocks; it returns sums with every version committed before the call."""
+    def __init__(self, read: ReadSums) -> None:
         self._read = read
         self._tenants: dict[str, TenantUsage] = {}
 
@@ -78,12 +78,12 @@ class TenantUsages:
         return usage
 
     def forget(self, tenant: str) -> None:
-        """Drop what is known of a tenant without quotas, and its metrics."""
-        if self._tenants.pop(tenant, None) is not None:
-            for name in ("logical_bytes", "stored_bytes"):
-                for metric in (metrics.QUOTA_BYTES, metrics.QUOTA_USED):
-                    with suppress(KeyError):
-                        metric.remove(tenant, name)
+        """Drop what is known of a tenant: the next call of `current` reads it again."""
+        self._tenants.pop(tenant, None)
+
+    def tenants(self) -> list[str]:
+        """Return the tenants that were asked for."""
+        return list(self._tenants)
 
     def on_committed(self, event: dict[str, Any]) -> None:
         """Count a committed version by its event."""
@@ -102,7 +102,7 @@ class TenantUsages:
         began = loop.time()
         usage.fresh_logical_bytes = usage.fresh_stored_bytes = 0
         try:
-            stats = await asyncio.to_thread(self._read, tenant)
+            stats, is_whole = await self._read(tenant, usage.read_at == -math.inf)
         except NotFound:  # an embedded gateway stores for its own tenant alone
             usage.read_at = loop.time()
         except NearkinError as err:
@@ -110,8 +110,10 @@ class TenantUsages:
                 raise
             _log.warning("sums of a tenant with quotas were not read: %s", err)
         else:
-            usage.logical_bytes = stats.ledger.logical_bytes - stats.deleted_bytes + usage.fresh_logical_bytes
-            usage.stored_bytes = stats.ledger.stored_bytes + usage.fresh_stored_bytes
+            logical_bytes = stats.ledger.logical_bytes - stats.deleted_bytes + usage.fresh_logical_bytes
+            stored_bytes = stats.ledger.stored_bytes + usage.fresh_stored_bytes
+            usage.logical_bytes = logical_bytes if is_whole else max(logical_bytes, usage.logical_bytes)
+            usage.stored_bytes = stored_bytes if is_whole else max(stored_bytes, usage.stored_bytes)
             usage.read_at = loop.time()
         finally:
             usage.took_seconds = loop.time() - began

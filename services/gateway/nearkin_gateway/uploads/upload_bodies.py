@@ -58,6 +58,7 @@ async def receive(request: Request, gateway: Gateway, staged: StagedUpload, hold
     room_bytes = staged.meta.length_bytes - staged.offset
     check_declared(request, room_bytes)
     gateway.admission.check_rate(holders.tenant)
+    gateway.admission.check_slots(holders.tenant)
     if asks_first(request):
         gateway.admission.check_lag(holders.tenant)
     if len(staged.parts) >= PARTS_MAX:

@@ -124,6 +124,8 @@ class NewBlob:
     precondition: Precondition | None = None
     size_bytes: int | None = None
     """As announced; None: not known before the end."""
+    staged: str | None = None
+    """The resumable upload that is handed over: its bytes are reserved already."""
 
 
 async def take(gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob) -> tuple[bytes, UploadResult]:
@@ -131,7 +133,7 @@ async def take(gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob)
 
     `pieces` yields frames of at most FRAME_BYTES_MAX. Raises Problem, NearkinError.
     """
-    blob = await gateway.admission.admit(new.tenant, new.size_bytes or 0)
+    blob = await gateway.admission.admit(new.tenant, new.size_bytes, new.staged)
     now_us = time.time_ns() // 1000
     origin = new.origin or BlobOrigin(blob)
     intent = UploadRequest(
@@ -152,11 +154,11 @@ async def take(gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob)
     except BaseException:
         gateway.admission.cancel(blob)
         raise
-    failpoint("upload.sent")
     try:
+        failpoint("upload.sent")
         await upload.finish(ending)
-    except NearkinError as err:
-        if gateway.ingest.commits or isinstance(err, PermanentError):
+    except BaseException as err:
+        if isinstance(err, PermanentError) or (gateway.ingest.commits and isinstance(err, NearkinError)):
             gateway.admission.cancel(blob)
         else:  # it may commit, or be lost without an outcome
             loop = asyncio.get_running_loop()
@@ -194,10 +196,10 @@ async def _reserve(
 ) -> AsyncIterator[bytearray]:
     """Yield the frames of a body of unknown length, each within the quotas.
 
-    Raises Problem 507.
+    Raises Problem 507, StoreUnavailable.
     """
     async for frame in pieces:
-        gateway.admission.grow(intent.tenant, intent.blob, len(frame))
+        await gateway.admission.grow(intent.tenant, intent.blob, len(frame))
         yield frame
 
 
