@@ -14,7 +14,7 @@ PARTS = ["Context", "Decision", "Consequences", "Alternatives"]
 WORDS_MAX = 400
 HEADER = re.compile(
     r"# ADR (?P<number>\d+): (?P<title>\S.*)\n\n"
-    r"- Status: (?P<status>(?:accepted|superseded by \[\d{4}\]\(\S+\.md\)).*)\n"
+    r"- Status: (?P<status>(?:accepted|proposed|superseded by \[\d{4}\]\(\S+\.md\)).*)\n"
     r"- Date: \d{4}-\d{2}-\d{2}\n\n## Context\n"
 )
 
