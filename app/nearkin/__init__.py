@@ -1,8 +1,8 @@
 """Nearkin: a store that keeps a chunk as its nearest kin plus the difference.
 
 with nearkin.open_store("backups", create=True) as store:
-store.put("db.dump", Path("db.dump"))
-store.get("db.dump").read()
+    store.put("db.dump", Path("db.dump"))
+    store.get("db.dump").read()
 
 with nearkin.connect("https://nearkin.example") as store:    # the same calls, to a gateway
 """
