@@ -18,10 +18,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from struct import Struct
-from threading import BoundedSemaphore
 
 import numpy as np
 
@@ -46,6 +44,8 @@ from nearkin_shared.formats.message import (
     encode,
     split_messages,
 )
+from nearkin_shared.formats.message_layout import Pack
+from nearkin_shared.formats.payload_references import encode_referenced
 from nearkin_shared.kafka.ack_tracker import AckTracker
 from nearkin_shared.kafka.coalesce import CHUNK_BYTES_SENT, FRESH_CHUNK_BYTES_SENT, ROOM_BYTES, SEGMENT_BYTES_SENT
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record
@@ -56,7 +56,7 @@ from nearkin_shared.limits import SEGMENT_BYTES_MAX
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.observability.log_setup import about
 from nearkin_shared.pipeline.stage import LookupResults
-from nearkin_shared.storage.staged_packs import delete_pack, pack_name, read_pack
+from nearkin_shared.storage.staged_packs import PackRemover, pack_name, read_pack
 from nearkin_shared.types import U8, Bools, SegmentBatch
 from nearkin_shared.utils.failpoints import failpoint
 
@@ -73,8 +73,6 @@ LONG_STATES_MAX = 52
 JOIN_BYTES_MAX = 8 * 1024 * 1024
 """Frames of one blob cut together: fewer calls, and the uncut tail is cut again less often."""
 OPEN_BLOBS_MAX = 4096
-DELETIONS_MAX = 1024
-"""Packs that wait for their deletion."""
 
 
 def check_messages_fit(settings: Settings) -> None:
@@ -114,6 +112,10 @@ class _Open:
     waiting_bytes: int = 0
     frames: deque[tuple[int, int]] = field(default_factory=deque)
     """(offset, end position) of the frames that are not sent completely, and always of the last one."""
+    packs: deque[Pack] = field(default_factory=deque)
+    """Packs that have bytes from `position` on."""
+    resumed_at: int = 0
+    """Position up to which another worker has cut the blob."""
     last_seen: float = field(default_factory=time.monotonic)
     cut_state: CutState | None = None
     """How to go on at `position`, with `chunker.rules`."""
@@ -137,7 +139,23 @@ class _Partition:
     open: dict[bytes, _Open] = field(default_factory=dict)
     next_offset: int | None = None
     packs: deque[tuple[int, str]] = field(default_factory=deque)
-    """(offset of the reference, name) of packs that are needed until that offset is committed."""
+    """(offset of the reference, name) of packs that no later stage needs, once that offset is committed."""
+    ended: BoundedCache[bytes, None] = field(default_factory=lambda: BoundedCache(lambda _: None, OPEN_BLOBS_MAX))
+    """Blobs that this worker has ended."""
+
+    def end(self, blob: bytes) -> None:
+        """Forget the state of a blob that has ended."""
+        self.open.pop(blob, None)
+        self.ended[blob]
+
+    def cuts(self, frame: StagedFrame) -> bool:
+        """Return whether only this worker cuts a slice; else a later stage may need its pack."""
+        blob, position = frame.envelope.blob, frame.envelope.position
+        if blob in self.open:
+            return position >= self.open[blob].resumed_at
+        if blob in self.resumed:
+            return position >= self.resumed[blob].position
+        return position == 0 or blob in self.ended
 
 
 class ChunkerHandler:
@@ -165,8 +183,9 @@ class ChunkerHandler:
         self._partitions: dict[int, _Partition] = {}
         self._awaiting = AckTracker(outbox)
         self._objects = objects
-        self._remover = ThreadPoolExecutor(1, "nearkin-staging")
-        self._deletion_room = BoundedSemaphore(DELETIONS_MAX)
+        self._remover = PackRemover(objects)
+        self._refers = "delta" not in outbox.stages_in_memory
+        """Segments go on with references to packs, which the delta stage deletes."""
 
     def on_assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
         self._awaiting.forget(partition)
@@ -238,21 +257,15 @@ class ChunkerHandler:
         )
 
     def on_committed(self, partition: int, offset: int) -> None:
-        """Delete the packs of references before the offset: nothing needs them any more.
-
-        Where deletions wait behind DELETIONS_MAX others, the gateways delete the packs later, by age.
-        """
+        """Delete the packs of references before the offset: nothing needs them any more."""
         packs = self._partitions[partition].packs if partition in self._partitions else deque()
         while packs and packs[0][0] < offset:
-            _, name = packs.popleft()
-            if self._deletion_room.acquire(blocking=False):
-                deletion = self._remover.submit(delete_pack, self._objects, name)
-                deletion.add_done_callback(lambda _: self._deletion_room.release())
+            self._remover.remove(packs.popleft()[1])
 
     def close(self) -> None:  # noqa: D102
         self._outbox.close()
         self._backlog.close()
-        self._remover.shutdown(cancel_futures=True)
+        self._remover.close()
 
     def _take(self, part: _Partition, record: Record, frame: Frame | StagedFrame) -> _Open | None:
         """Append a frame to its blob; return the blob, or None if nothing is to be done."""
@@ -271,6 +284,8 @@ class ChunkerHandler:
         payload = self._payload(part, record, blob, frame)
         if payload is not None:
             blob.frames.append((record.offset, stop))
+            if isinstance(frame, StagedFrame) and self._refers:
+                blob.packs.append(frame.pack)
             fresh = payload[blob.end - start :]
             blob.waiting.append(fresh)
             blob.waiting_bytes += len(fresh)
@@ -280,14 +295,15 @@ class ChunkerHandler:
     def _blob_of(self, part: _Partition, record: Record, message: Frame | StagedFrame | Sparse) -> _Open | None:
         """Return the open blob of a message, or None if nothing is to be done."""
         envelope = message.envelope
-        if isinstance(message, StagedFrame):
-            part.packs.append((record.offset, pack_name(message)))
+        if isinstance(message, StagedFrame) and (message.is_sparse or (not self._refers and part.cuts(message))):
+            part.packs.append((record.offset, pack_name(message.pack)))
         blob = part.open.get(envelope.blob)
         if blob is None:
             state = part.resumed.pop(envelope.blob, None)
             if state is not None:
                 first = record.offset if envelope.position == 0 else None
                 blob = _Open(envelope, state.position, state.sequence, first, cut_state=state.cut_state)
+                blob.resumed_at = state.position
             elif envelope.position == 0:
                 blob = _Open(envelope, 0, 0, record.offset)
             else:
@@ -319,12 +335,12 @@ class ChunkerHandler:
 
         def send() -> None:
             if isinstance(message, StagedFrame):
-                values[:] = split_messages(staged.data, pack_name(message))
+                values[:] = split_messages(staged.data, pack_name(message.pack))
             for value in values:
                 self._send_sparse(blob, value, record)
 
         if not self._guard.carry_out(record, blob.envelope, send):
-            part.open.pop(blob.envelope.blob, None)
+            part.end(blob.envelope.blob)
         blob.frames.append((record.offset, blob.position))
         _forget_sent(blob)
 
@@ -360,15 +376,15 @@ class ChunkerHandler:
 
         def read() -> None:
             try:
-                found.append(read_pack(self._objects, frame))
+                found.append(read_pack(self._objects, frame.pack))
             except NotFound:
                 found.append(None)
 
         if not self._guard.carry_out(record, blob.envelope, read):
-            part.open.pop(blob.envelope.blob, None)
+            part.end(blob.envelope.blob)
             return None
         if found[0] is None:  # deleted after the blob ended, if Kafka lost the offsets behind it
-            self._fail(part, blob, f"{pack_name(frame)} is missing; upload it again", trace_of(record), frame)
+            self._fail(part, blob, f"{pack_name(frame.pack)} is missing; upload it again", trace_of(record), frame)
         return found[0]
 
     def _end(self, part: _Partition, record: Record, end: End) -> None:
@@ -394,7 +410,7 @@ class ChunkerHandler:
             self._outbox.send("segments", end.envelope.blob, encode(last), headers)
 
         self._guard.carry_out(record, envelope, finish)
-        part.open.pop(end.envelope.blob, None)
+        part.end(end.envelope.blob)
 
     def _cut_batch(self, record: Record, batch: Batch) -> None:
         """Cut the blobs of a batch in one pass, and send their segments as those of one blob.
@@ -424,7 +440,7 @@ class ChunkerHandler:
 
     def _cut_guarded(self, part: _Partition, blob: _Open, record: Record) -> None:
         if not self._guard.carry_out(record, blob.envelope, lambda: self._cut(blob, trace_of(record), final=False)):
-            part.open.pop(blob.envelope.blob, None)
+            part.end(blob.envelope.blob)
 
     def _cut(self, blob: _Open, traceparent: bytes | None, *, final: bool) -> None:
         """Send all segments that no later byte can change."""
@@ -437,9 +453,13 @@ class ChunkerHandler:
         for batch in split_segments(chunked.segments, self._settings.features.super_features):
             envelope = replace(blob.envelope, position=position, sequence=sequence)
             headers = headers_of("chunker", "segments", envelope, traceparent)
-            self._outbox.send("segments", envelope.blob, encode(Segments(envelope, batch)), headers)
+            stop = position + batch.logical_bytes
+            packs = _packs_with(blob.packs, position, stop)
+            message = Segments(envelope, batch)
+            value = encode_referenced(message, packs) if packs else encode(message)
+            self._outbox.send("segments", envelope.blob, value, headers)
             failpoint("cut.sent")
-            position, sequence = position + batch.logical_bytes, sequence + batch.segments
+            position, sequence = stop, sequence + batch.segments
         consumed = position - blob.position
         blob.carry = payload[consumed:].copy()  # a view would keep the whole frame in memory
         blob.waiting, blob.waiting_bytes = [], 0
@@ -457,13 +477,28 @@ class ChunkerHandler:
         with about(blob.envelope.blob, blob.envelope.tenant, traceparent):
             _log.warning("blob %s: %s", blob.envelope.blob.hex(), failure)
         self._guard.fail(replace(blob.envelope, sequence=blob.sequence), failure, traceparent, committed_as)
-        part.open.pop(blob.envelope.blob, None)
+        part.end(blob.envelope.blob)
 
 
 def _forget_sent(blob: _Open) -> None:
-    """Forget the frames that are sent completely, but for the last one."""
+    """Forget the frames that are sent completely, but for the last one, and the packs."""
     while len(blob.frames) > 1 and blob.frames[0][1] <= blob.position:
         blob.frames.popleft()
+    while blob.packs and blob.packs[0].end <= blob.position:
+        blob.packs.popleft()
+
+
+def _packs_with(packs: Iterable[Pack], start: int, stop: int) -> list[Pack]:
+    """Return the packs that have the bytes from `start` to `stop`.
+
+    None if other frames have some of them.
+    """
+    found: list[Pack] = []
+    for pack in packs:
+        if start < stop and pack.position <= start < pack.end:
+            found.append(pack)
+            start = pack.end
+    return found if start >= stop else []
 
 
 def split_segments(batch: SegmentBatch, super_features: int) -> Iterator[SegmentBatch]:

@@ -14,6 +14,7 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.formats.message import Envelope, Fresh, MessageKind, UndecodedMessage, encode
 from nearkin_shared.formats.message_batches import JoinedSegments, read_segments, read_sparse
 from nearkin_shared.formats.message_layout import describe_messages
+from nearkin_shared.formats.payload_references import distinct_packs, encode_referenced
 from nearkin_shared.kafka.coalesce import fresh_of_run, runs_of
 from nearkin_shared.kafka.relay_handler import OutgoingMessage, Work
 from nearkin_shared.kafka.tenant_context import TenantContext, TenantContexts
@@ -27,10 +28,10 @@ def dedup_work(settings: Settings, lanes: TenantContexts) -> Work:
 
     def work(tenant: str, messages: Sequence[UndecodedMessage]) -> Sequence[OutgoingMessage | None]:
         results: list[OutgoingMessage | None] = [None] * len(messages)
-        sparse = [message.kind is MessageKind.SPARSE for message in messages]
-        for numbers in (np.flatnonzero(~np.array(sparse)).tolist(), np.flatnonzero(sparse).tolist()):
-            if not numbers:
-                continue
+        forms: dict[tuple[bool, bool], list[int]] = {}
+        for number, message in enumerate(messages):
+            forms.setdefault((message.kind is MessageKind.SPARSE, message.is_referenced), []).append(number)
+        for numbers in forms.values():
             chosen = [messages[number] for number in numbers]
             joined, found = decide(lanes[tenant], chosen)
             count_fresh(found)
@@ -66,4 +67,5 @@ def _stage(joined: JoinedSegments) -> DedupStage:
 
 
 def _fresh(envelope: Envelope, joined: JoinedSegments, found: FreshBatch, run: slice) -> bytes:
-    return encode(Fresh(envelope, fresh_of_run(joined, found, run)))
+    fresh, messages = Fresh(envelope, fresh_of_run(joined, found, run)), joined.messages[run]
+    return encode_referenced(fresh, distinct_packs(messages)) if messages[0].is_referenced else encode(fresh)

@@ -8,7 +8,8 @@ from nearkin_shared.kafka.worker import Context, command
 def handler(context: Context, _: ConnectOutbox) -> DeltaHandler:
     """Return the handler of topic `paired`; it has an outbox for each of its two threads."""
     worker = f"delta-{context.worker}"
-    return DeltaHandler(context.settings, context.current, context.lanes(), worker, context.authenticator)
+    objects = context.objects.inner
+    return DeltaHandler(context.settings, context.current, context.lanes(), worker, context.authenticator, objects)
 
 
 STAGE = PipelineStage("delta", "paired", handler)

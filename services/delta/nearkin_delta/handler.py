@@ -19,9 +19,11 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from nearkin_delta import DeltaOutcome, DeltaStage, FinishedContainer, StageResources
+from nearkin_delta.blob_packs import BlobPacks
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import ConfigError, Corrupt, KeysLost, PermanentError, RetryableError, TenantErased
+from nearkin_shared.errors import ConfigError, Corrupt, KeysLost, NotFound, PermanentError, RetryableError, TenantErased
 from nearkin_shared.formats.message import BatchEnd, End, Envelope, Message, Paired, Placed, encode
+from nearkin_shared.formats.payload_references import is_referenced, packs_of
 from nearkin_shared.index.catalog import summarise
 from nearkin_shared.index.container_entries import ContainerEntries, PublishableContainer
 from nearkin_shared.kafka.clients import Outbox
@@ -29,15 +31,17 @@ from nearkin_shared.kafka.coalesce import follows, merged_pairs, segments_of
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record, patiently
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.offset_tracker import PartitionOffsets
+from nearkin_shared.kafka.payload_reader import PayloadReader
 from nearkin_shared.kafka.record_guard import TENANTS_MAX, RecordGuard, headers_of, trace_of
 from nearkin_shared.kafka.tenant_context import TenantContext, TenantContexts
-from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
 from nearkin_shared.observability import tracing
 from nearkin_shared.observability.stage_metrics import count_sealed
 from nearkin_shared.pipeline.stage import run_stage
 from nearkin_shared.pipeline.worker_thread import Worker
 from nearkin_shared.results import Ledger
 from nearkin_shared.storage.manifests import key_digest
+from nearkin_shared.storage.staged_packs import PackRemover
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 
@@ -68,6 +72,8 @@ class _PendingMessage:
     record: Record
     message: Placed | End | BatchEnd
     weight: int = 0
+    failure: End | None = None
+    """Sent behind the end of a blob: it fails the blob unless the end has committed it."""
 
 
 @dataclass(slots=True)
@@ -142,8 +148,12 @@ class DeltaHandler:
         lanes: TenantContexts,
         worker: str,
         authenticator: EnvelopeAuthenticator | None,
+        objects: ObjectStore,
     ) -> None:
-        """Raises ConfigError if gc.grace_seconds is too short to publish any container."""
+        """Raises ConfigError if gc.grace_seconds is too short to publish any container.
+
+        `objects` have the packs of references.
+        """
         check_grace(settings)
         self._settings = settings
         self._current = current
@@ -156,17 +166,22 @@ class DeltaHandler:
         self._finished: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._committer: Worker[_Job] = Worker("delta-commit", self._commit, JOBS_MAX)
         self._busy = False
+        self._reader = PayloadReader(objects)
+        self._packs = BlobPacks(PackRemover(objects))
 
     def on_assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
         self._offsets[partition] = PartitionOffsets()
+        self._packs.forget(partition)
 
     def handle(self, records: list[Record]) -> None:
         """Encode the chunks of records."""
         self._committer.check()  # a failure of the commit thread is not attributed to these records
         self._busy = True
-        is_set_aside, run = False, _Run()
-        for record, message in zip(records, self._guard.decode_many(records), strict=True):
+        for record in records:
             self._offsets[record.partition].start(record.offset)
+        readable = [found for record in records if (found := self._with_bytes(record)) is not None]
+        is_set_aside, run = len(readable) < len(records), _Run()
+        for record, message in zip(readable, self._guard.decode_many(readable), strict=True):
             if isinstance(message, Paired) and run.takes(message):
                 run.add(record, message)
                 continue
@@ -208,6 +223,11 @@ class DeltaHandler:
 
     def on_dropped(self, partition: int) -> None:  # noqa: D102
         self._offsets.pop(partition, None)
+        self._packs.forget(partition)
+
+    def on_committed(self, partition: int, offset: int) -> None:
+        """Delete the packs of blobs that ended before the offset."""
+        self._packs.on_committed(partition, offset)
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
         """Yield the offset of each partition before its first pending record."""
@@ -223,8 +243,35 @@ class DeltaHandler:
             container_state.lane.in_flight.abandon()
         self._outbox.close()
         self._placed_outbox.close()
+        self._packs.close()
 
     # --- the main thread ---------------------------------------------------------------------------------------------
+
+    def _with_bytes(self, record: Record) -> Record | None:
+        """Return a record with the bytes of its references; None for one without effect.
+
+        If a pack is missing, the segments are stored, since another worker's copies of its messages came before; or the
+        object store has lost the pack, and the blob fails at its end.
+        """
+        if not is_referenced(record.value):
+            return record
+        found: list[Record] = []
+        message = self._guard.read_header(record)
+
+        def read() -> None:
+            assert message is not None
+            packs, missing = packs_of(message), None
+            try:
+                found.append(replace(record, value=self._reader.with_bytes(message).data, is_internal=True))
+            except NotFound as err:
+                missing = str(err)
+                _log.info("%s: %s: its segments are stored, or its blob fails", record.label, err)
+            self._packs.add(record.partition, message.envelope, packs, missing)
+
+        if message is None or not self._guard.carry_out(record, message.envelope, read) or not found:
+            self._finished.put((record.partition, record.offset))
+            return None
+        return found[0]
 
     def _place_run(self, run: _Run) -> bool:
         """Place a run's messages together, or one by one if that fails.
@@ -261,7 +308,7 @@ class DeltaHandler:
 
             return self._guard.carry_out(record, message.envelope, refuse)
         if isinstance(message, End | BatchEnd):
-            self._hold(container_state, _PendingMessage(record, message))
+            self._hold(container_state, _PendingMessage(record, message, failure=self._end_packs(record, message)))
             container_state.ended = time.monotonic()
             if isinstance(message, End) and container_state.awaited is None:
                 container_state.awaited = container_state.ended
@@ -275,6 +322,13 @@ class DeltaHandler:
             self._place(container_state, [(record, message)])
 
         return self._guard.carry_out(record, message.envelope, work)
+
+    def _end_packs(self, record: Record, end: End | BatchEnd) -> End | None:
+        """Record the end of a blob; return the failure to send behind it, if a pack was missing."""
+        missing = self._packs.end(record.partition, record.offset, end.envelope)
+        if missing is None or not isinstance(end, End) or end.failure is not None:
+            return None
+        return replace(end, failure=f"{missing}; upload it again")
 
     def _place(self, container_state: _Open, parts: Sequence[tuple[Record, Paired]]) -> None:
         """Encode the messages of one blob, and hold them until their container is durable."""
@@ -408,6 +462,8 @@ class DeltaHandler:
             kind = _kind_of(one.message)
             headers = headers_of("delta", kind, envelope, trace_of(one.record))
             self._placed_outbox.send("placed", placed_key(envelope), encode(one.message), headers)  # 3
+            if one.failure is not None:
+                self._placed_outbox.send("placed", placed_key(envelope), encode(one.failure), headers)
         failpoint("place.sent")
         self._placed_outbox.flush()  # 4
         failpoint("place.flushed")

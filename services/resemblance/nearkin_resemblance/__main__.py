@@ -8,7 +8,7 @@ from nearkin_shared.kafka.worker import Context, command
 
 def handler(context: Context, connect_outbox: ConnectOutbox) -> StatelessStageHandler:
     """Return the handler of topic `fresh`."""
-    work = resemblance_work(context.lanes(), context.current)
+    work = resemblance_work(context.lanes(), context.current, context.objects.inner)
     return StatelessStageHandler(context.settings, "resemblance", "paired", work, connect_outbox())
 
 

@@ -4,31 +4,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+
+import numpy as np
 
 from nearkin_resemblance import ResemblanceStage
 from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import NotFound
 from nearkin_shared.formats.message import UndecodedMessage, encode_paired
 from nearkin_shared.formats.message_batches import read_fresh
+from nearkin_shared.kafka.payload_reader import PayloadReader
 from nearkin_shared.kafka.relay_handler import OutgoingMessage, Work
 from nearkin_shared.kafka.tenant_context import TenantContexts
+from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.pipeline.batched import run_stage_batched
+from nearkin_shared.types import FreshBatch, Locations, PairedBatch
 
 
-def resemblance_work(lanes: TenantContexts, current: Callable[[], Settings]) -> Work:
-    """Return the resemblance stage's work, with the algorithm that is set at the time."""
+def resemblance_work(lanes: TenantContexts, current: Callable[[], Settings], objects: ObjectStore) -> Work:
+    """Return the resemblance stage's work, with the algorithm that is set at the time.
+
+    `objects` have the packs of references.
+    """
     made: tuple[Settings, ResemblanceStage] | None = None
+    reader = PayloadReader(objects)
 
     def work(tenant: str, messages: Sequence[UndecodedMessage]) -> Sequence[OutgoingMessage | None]:
         nonlocal made
-        batches = read_fresh(messages)
         settings = current()
         if made is None or made[0] is not settings:
             made = settings, ResemblanceStage(settings)
-        found = run_stage_batched(made[1], batches, lanes[tenant].facts)
+        stage = made[1]
+        found = [_without_pairs(message, stage.sketch.name, settings) for message in messages]
+        readable: list[tuple[int, UndecodedMessage]] = []
+        for number, message in enumerate(messages):
+            with suppress(NotFound):  # its blob has ended: the delta stage decides
+                readable.append((number, reader.with_bytes(message)))
+        batches = read_fresh([message for _, message in readable]) if readable else []
+        results = run_stage_batched(stage, batches, lanes[tenant].facts)
+        for (number, _), pairs in zip(readable, results, strict=True):
+            found[number] = pairs
         return [
             OutgoingMessage("paired", message.envelope, partial(encode_paired, message, pairs))
             for message, pairs in zip(messages, found, strict=True)
         ]
 
     return work
+
+
+def _without_pairs(message: UndecodedMessage, sketch: str, settings: Settings) -> PairedBatch:
+    """Return the pairs of a message whose bytes do not exist any more: none."""
+    count = message.counts.fresh
+    return PairedBatch(
+        fresh=FreshBatch.empty(),
+        sketch=sketch,
+        super_features=np.zeros((count, settings.features.super_features), np.uint64),
+        base_found=np.zeros(count, np.bool_),
+        bases=Locations.empty(count),
+        base_rank=np.zeros(count, np.uint8),
+    )

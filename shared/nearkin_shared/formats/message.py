@@ -33,6 +33,7 @@ from nearkin_shared.formats.message_layout import (
     LEDGER,
     MAGIC,
     MESSAGE_BYTES_MAX,
+    REFERENCED_VERSION,
     SEGMENTS_MAX,
     SPARSE_VERSION,
     STAGED,
@@ -44,6 +45,7 @@ from nearkin_shared.formats.message_layout import (
     Counts,
     Envelope,
     MessageKind,
+    Pack,
     UndecodedMessage,
     batch_problem,
     join_flags,
@@ -92,7 +94,6 @@ __all__ = [
 ]
 
 FAILURE_CHARACTERS_MAX = 500
-
 DIGEST_BYTES = 32
 STAGED_BYTES_MAX = 64 * MIB
 """Bound of a pack that a worker reads into memory."""
@@ -133,6 +134,11 @@ class StagedFrame:
     """Digest of the slice, 32 bytes."""
     is_sparse: bool = False
     """The pack has messages of kind SPARSE, and `envelope.position` counts their bytes, not those of the blob."""
+
+    @property
+    def pack(self) -> Pack:
+        """Return the pack."""
+        return Pack(self.envelope.blob, self.envelope.position, self.size_bytes, self.staged_ms, self.blake3)
 
 
 @frozen
@@ -247,17 +253,17 @@ def encode(message: Message) -> bytes:
             kind = MessageKind.STAGED_SPARSE if message.is_sparse else MessageKind.STAGED
             payload = _staged_payload(message)
         case Segments():
-            kind, counts, columns = MessageKind.SEGMENTS, _counts(message.batch), _segment_columns(message.batch)
+            kind, counts, columns = MessageKind.SEGMENTS, counts_of(message.batch), segment_columns(message.batch)
             payload = _chunk_bytes(message.batch, np.flatnonzero(~message.batch.zero))
         case Fresh() | Sparse():
             fresh = message.batch
             kind = MessageKind.FRESH if isinstance(message, Fresh) else MessageKind.SPARSE
-            counts = _counts(fresh.batch, len(fresh.fresh))
-            columns, payload = _fresh_columns(fresh), _chunk_bytes(fresh.batch, fresh.fresh)
+            counts = counts_of(fresh.batch, len(fresh.fresh))
+            columns, payload = fresh_columns(fresh), _chunk_bytes(fresh.batch, fresh.fresh)
         case Paired():
             fresh = message.batch.fresh
             kind, sketch = MessageKind.PAIRED, message.batch.sketch
-            counts = _counts(fresh.batch, len(fresh.fresh), message.batch.super_features.shape[1])
+            counts = counts_of(fresh.batch, len(fresh.fresh), message.batch.super_features.shape[1])
             columns, payload = _paired_columns(message.batch), _chunk_bytes(fresh.batch, fresh.fresh)
         case Placed():
             kind, counts = MessageKind.PLACED, Counts(segments=len(message.segments))
@@ -282,13 +288,13 @@ def encode(message: Message) -> bytes:
         raise BadInput(f"message: {problem or f'blob id of {len(envelope.blob)} bytes: want {BLOB_BYTES}'}")
     conditional = isinstance(message, End) and message.precondition is not None
     version = CONDITIONAL_VERSION if conditional else _VERSIONS.get(kind, VERSION)
-    header = _header(kind, envelope, counts, len(payload), len(tenant), len(sketch_name), len(key), version)
+    header = header_of(kind, envelope, counts, len(payload), len(tenant), len(sketch_name), len(key), version)
     written = [np.ascontiguousarray(columns[name], dtype) for name, dtype, _ in COLUMNS[kind]]
-    return _join([header, tenant, key, sketch_name, *written, payload])
+    return join_parts([header, tenant, key, sketch_name, *written, payload])
 
 
 def encode_paired(message: UndecodedMessage, paired: PairedBatch) -> bytes:
-    """Encode the Paired that follows from a message of kind FRESH, copying its bytes.
+    """Encode the Paired that follows from a message of kind FRESH, copying its payload.
 
     Equal to `encode`, without building the columns again. Raises BadInput.
     """
@@ -302,9 +308,12 @@ def encode_paired(message: UndecodedMessage, paired: PairedBatch) -> bytes:
     problem = problem_of(len(tenant), len(key), len(sketch), counts, message.payload_bytes, MessageKind.PAIRED)
     if problem is not None:
         raise BadInput(f"message: {problem}")
-    return _join(
+    return join_parts(
         [
-            _header(MessageKind.PAIRED, envelope, counts, message.payload_bytes, len(tenant), len(sketch), len(key)),
+            header_of(
+                *(MessageKind.PAIRED, envelope, counts, message.payload_bytes, len(tenant), len(sketch), len(key)),
+                version=REFERENCED_VERSION if message.is_referenced else VERSION,
+            ),
             tenant,
             key,
             sketch,
@@ -320,7 +329,7 @@ def encode_paired(message: UndecodedMessage, paired: PairedBatch) -> bytes:
     )
 
 
-def _header(
+def header_of(
     kind: MessageKind,
     envelope: Envelope,
     counts: Counts,
@@ -330,6 +339,7 @@ def _header(
     key_bytes: int,
     version: int = VERSION,
 ) -> bytes:
+    """Return the header of a message."""
     return HEADER.pack(
         MAGIC,
         BATCH_VERSION if envelope.blobs else version,
@@ -349,7 +359,8 @@ def _header(
     )
 
 
-def _join(parts: Sequence[Buffer]) -> bytes:
+def join_parts(parts: Sequence[Buffer]) -> bytes:
+    """Return the parts of a message joined. Raises BadInput if they are too large."""
     data = b"".join(parts)
     if len(data) > MESSAGE_BYTES_MAX:
         raise BadInput(f"message of {len(data)} bytes: want at most {MESSAGE_BYTES_MAX}; raise chunker.min_bytes")
@@ -400,6 +411,8 @@ def read(message: UndecodedMessage) -> Message:
 
 
 def _read_chunks(message: UndecodedMessage) -> Segments | Sparse | Fresh | Paired:
+    if message.is_referenced:
+        raise ValueError("its bytes are in packs, which no reader of this topic takes")
     if message.kind is MessageKind.SEGMENTS:
         return Segments(message.envelope, read_segments([message]).part(0))
     if message.kind is MessageKind.PAIRED:
@@ -410,7 +423,8 @@ def _read_chunks(message: UndecodedMessage) -> Segments | Sparse | Fresh | Paire
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-def _counts(batch: SegmentBatch, fresh: int = 0, super_features: int = 0) -> Counts:
+def counts_of(batch: SegmentBatch, fresh: int = 0, super_features: int = 0) -> Counts:
+    """Return the rows of a message's columns."""
     return Counts(batch.segments, len(batch.lengths), fresh, super_features)
 
 
@@ -425,7 +439,8 @@ def _chunk_bytes(batch: SegmentBatch, rows: NDArray[np.intp]) -> memoryview:
     return gather_new([batch.payload], np.zeros(len(rows), np.int32), offsets, lengths).data
 
 
-def _segment_columns(batch: SegmentBatch) -> dict[str, Column]:
+def segment_columns(batch: SegmentBatch) -> dict[str, Column]:
+    """Return the columns of the kind SEGMENTS."""
     return {
         "chunk_bounds": batch.chunk_bounds,
         "segment_ids": batch.segment_ids.reshape(-1),
@@ -434,8 +449,9 @@ def _segment_columns(batch: SegmentBatch) -> dict[str, Column]:
     }
 
 
-def _fresh_columns(fresh: FreshBatch) -> dict[str, Column]:
-    return _segment_columns(fresh.batch) | {
+def fresh_columns(fresh: FreshBatch) -> dict[str, Column]:
+    """Return the columns of the kind FRESH."""
+    return segment_columns(fresh.batch) | {
         "segment_containers": fresh.segment_locations.containers,
         "segment_ordinals": fresh.segment_locations.ordinals,
         "chunk_containers": fresh.chunk_locations.containers,
@@ -447,7 +463,7 @@ def _fresh_columns(fresh: FreshBatch) -> dict[str, Column]:
 
 
 def _paired_columns(paired: PairedBatch) -> dict[str, Column]:
-    return _fresh_columns(paired.fresh) | {
+    return fresh_columns(paired.fresh) | {
         "super_features": paired.super_features.reshape(-1),
         "base_containers": paired.bases.containers,
         "base_ordinals": paired.bases.ordinals,

@@ -31,6 +31,7 @@ from nearkin_shared.types import (
     SEGMENT_ID_BYTES,
     U8,
     U32,
+    U64,
     Bools,
     FreshBatch,
     Locations,
@@ -49,7 +50,8 @@ _I64 = NDArray[np.int64]
 class JoinedSegments:
     """Segments of several messages: message m has segments segment_starts[m] to [m + 1].
 
-    Likewise its chunks. `batch` has no payload: chunk i is at batch.offsets[i] of its message's payload.
+    Likewise its chunks. `batch` has no payload: chunk i is at batch.offsets[i] of its message's payload. The payload of
+    a message with references is empty.
     """
 
     messages: Sequence[UndecodedMessage]
@@ -60,13 +62,13 @@ class JoinedSegments:
     @property
     def payloads(self) -> list[U8]:
         """The messages' payloads."""
-        return [message.payload for message in self.messages]
+        return [_bytes_of(message) for message in self.messages]
 
     def part(self, number: int) -> SegmentBatch:
         """Return one message's segments, with its payload."""
         segments = slice(int(self.segment_starts[number]), int(self.segment_starts[number + 1]))
         chunks = slice(int(self.chunk_starts[number]), int(self.chunk_starts[number + 1]))
-        return self.batch.cut(segments, chunks, self.messages[number].payload)
+        return self.batch.cut(segments, chunks, _bytes_of(self.messages[number]))
 
 
 @frozen
@@ -99,6 +101,10 @@ class JoinedFresh:
             first=self.first[chunks] - chunks.start,
             fresh=np.flatnonzero(self.carried[chunks]),
         )
+
+
+def _bytes_of(message: UndecodedMessage) -> U8:
+    return np.zeros(0, np.uint8) if message.is_referenced else message.payload
 
 
 def read_segments(messages: Sequence[UndecodedMessage]) -> JoinedSegments:
@@ -176,12 +182,7 @@ def _join(
     payload_ends = np.zeros(len(lengths) + 1, np.uint64)
     np.cumsum(np.where(carried, lengths, np.uint32(0)), out=payload_ends[1:])
     payload_starts = payload_ends[chunk_starts]
-    announced = np.array([message.payload_bytes for message in messages], np.uint64)
-    if np.any(payload_starts[1:] - payload_starts[:-1] != announced):
-        raise Corrupt(
-            f"{describe_messages(messages)}: chunks of {int(payload_ends[-1])} bytes, "
-            f"payloads of {int(announced.sum())}"
-        )
+    _check_payloads(messages, payload_starts[1:] - payload_starts[:-1])
     chunks = chunk_starts[1:] - chunk_starts[:-1]
     offsets = payload_ends[:-1] - np.repeat(payload_starts[:-1], chunks)
     offsets[~carried] = 0
@@ -197,6 +198,21 @@ def _join(
         segment_ids=join_column(messages, "segment_ids").reshape(segments, SEGMENT_ID_BYTES),
     )
     return JoinedSegments(messages, batch, segment_starts, chunk_starts)
+
+
+def _check_payloads(messages: Sequence[UndecodedMessage], carried_bytes: U64) -> None:
+    """Refuse a message whose payload is not as large as its chunks, `carried_bytes` uint64[m].
+
+    The chunks of a message with references have the bound that the payload of others has.
+    """
+    is_referenced = np.array([message.is_referenced for message in messages])
+    announced = np.array([message.payload_bytes for message in messages], np.uint64)
+    is_wrong = np.where(is_referenced, carried_bytes > SEGMENT_BYTES_MAX, carried_bytes != announced)
+    if is_wrong.any():
+        raise Corrupt(
+            f"{describe_messages(messages)}: chunks of {int(carried_bytes.sum())} bytes, "
+            f"payloads of {int(announced.sum())}"
+        )
 
 
 def _bounds(messages: Sequence[UndecodedMessage], segment_starts: _I64, chunk_starts: _I64) -> U32:

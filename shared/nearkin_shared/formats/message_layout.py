@@ -33,11 +33,13 @@ STAGED_VERSION = 3
 """Format of a reference to a pack: a reader without staging must refuse it by its version."""
 STAGED = Struct("<QQQ16s32s")
 """Payload of a reference: bytes and time of the pack, start and origin of the upload, BLAKE3 of the pack."""
-VERSIONS_READ = (1, 2, 3, 4, 5)
+VERSIONS_READ = (1, 2, 3, 4, 5, 6)
 SPARSE_VERSION = 4
 """Format of segments without the bytes of known chunks, and of references to packs of them."""
 BATCH_VERSION = 5
 """Format of messages about a batch of blobs: an older reader would take the batch for one blob."""
+REFERENCED_VERSION = 6
+"""Format of segments whose bytes are in packs: an older reader would take the references for bytes."""
 CONDITIONAL_VERSION = 2
 """Format of an end with a precondition: a reader without preconditions must refuse it, not commit regardless."""
 BLOB_BYTES = 16
@@ -79,6 +81,7 @@ class MessageKind(IntEnum):
 
 
 ENDS = frozenset((MessageKind.END, MessageKind.BATCH_END))
+_REFERENCED = frozenset((MessageKind.SEGMENTS, MessageKind.FRESH, MessageKind.PAIRED))
 _OF_ONE_BLOB = frozenset((MessageKind.FRAME, MessageKind.STAGED, MessageKind.SPARSE, MessageKind.STAGED_SPARSE))
 
 
@@ -93,6 +96,23 @@ class Envelope:
     sequence: int = 0
     blobs: int = 0
     """Number of blobs if the message is about a batch, whose first key is `key`; 0: about one blob."""
+
+
+@frozen
+class Pack:
+    """A slice of a blob in the object store: `nearkin_shared.storage.staged_packs`."""
+
+    blob: bytes
+    position: int
+    size_bytes: int
+    staged_ms: int
+    """Milliseconds since 1970 when it was stored: a part of its object's name."""
+    blake3: bytes
+
+    @property
+    def end(self) -> int:
+        """Return the position in the blob at which the pack ends."""
+        return self.position + self.size_bytes
 
 
 @frozen
@@ -180,6 +200,8 @@ class UndecodedMessage:
     starts: Sequence[int]
     """Start of each column, and of the payload after the last one."""
     what: str
+    is_referenced: bool = False
+    """The payload is a table of packs that have the bytes: `nearkin_shared.formats.payload_references`."""
 
     def column(self, name: str) -> Column:
         """Return a column, a view of the message."""
@@ -246,6 +268,9 @@ def read_header(data: bytes, what: str) -> UndecodedMessage:
         raise Corrupt(f"{what}: message kind {code} is not known")
     problem = problem_of(tenant_bytes, key_bytes, sketch_bytes, counts, payload_bytes, kind)
     problem = problem or batch_problem(kind, blobs, is_batch=data[4] == BATCH_VERSION)
+    is_referenced = data[4] == REFERENCED_VERSION
+    if is_referenced and kind not in _REFERENCED:
+        problem = problem or f"a {kind.name.lower()} in format {REFERENCED_VERSION}, which only segments have"
     if problem is not None:
         raise Corrupt(f"{what}: {problem}")
     key_at = HEADER.size + tenant_bytes
@@ -261,7 +286,7 @@ def read_header(data: bytes, what: str) -> UndecodedMessage:
     if starts[-1] + payload_bytes != len(data):
         raise Corrupt(f"{what}: {len(data) - starts[-1]} bytes of payload, {payload_bytes} announced: truncated?")
     envelope = Envelope(blob, tenant, key, position, sequence, blobs)
-    return UndecodedMessage(kind, envelope, counts, sketch, data, starts, what)
+    return UndecodedMessage(kind, envelope, counts, sketch, data, starts, what, is_referenced)
 
 
 def batch_problem(kind: MessageKind, blobs: int, *, is_batch: bool) -> str | None:

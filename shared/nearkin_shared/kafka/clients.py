@@ -355,6 +355,7 @@ class Outbox:
     """Messages in flight to Kafka. Not shared between threads."""
 
     authenticator: EnvelopeAuthenticator | None = None
+    stages_in_memory: frozenset[str] = frozenset()
 
     def __init__(self, settings: Settings, client_id: str, authenticator: EnvelopeAuthenticator | None) -> None:
         """`authenticator` signs the messages of `send`; None: for topics of other programs only."""

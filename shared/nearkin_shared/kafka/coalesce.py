@@ -105,8 +105,8 @@ def fresh_of_run(joined: JoinedSegments, fresh: FreshBatch, run: slice) -> Fresh
             np.arange(run.stop - run.start, dtype=np.int32), np.diff(joined.chunk_starts[run.start : run.stop + 1])
         )
         apart = whole.cut(segments, chunks, whole.payload)
-        payloads = [message.payload for message in joined.messages[run]]
-        batch, first, found = _merge(apart, payloads, source, known)
+        is_referenced = joined.messages[run.start].is_referenced
+        batch, first, found = _merge(apart, None if is_referenced else joined.payloads[run], source, known)
     return FreshBatch(
         batch=batch,
         segment_known=fresh.segment_known[segments],
@@ -184,11 +184,11 @@ def merged_fresh(parts: Sequence[FreshBatch]) -> FreshBatch:
 
 
 def _merge(
-    apart: SegmentBatch, payloads: Sequence[U8], source: NDArray[np.int32], known: Bools
+    apart: SegmentBatch, payloads: Sequence[U8] | None, source: NDArray[np.int32], known: Bools
 ) -> tuple[SegmentBatch, NDArray[np.int64], NDArray[np.intp]]:
     """Return (batch, first, fresh): chunk i of `apart` is in payloads[source[i]].
 
-    Fresh chunks are copied into one payload.
+    Fresh chunks are copied into one payload. `payloads` None: the bytes are elsewhere, and stay there.
     """
     first = np.arange(len(apart.lengths), dtype=np.int64)
     unknown = np.flatnonzero(~known)
@@ -197,5 +197,7 @@ def _merge(
     sizes = apart.lengths[fresh]
     offsets = np.zeros(len(apart.lengths), np.uint64)
     offsets[fresh] = offsets_of(sizes)
+    if payloads is None:
+        return replace(apart, offsets=offsets), first, fresh
     payload = gather_new(payloads, source[fresh], apart.offsets[fresh], sizes)
     return replace(apart, payload=payload, offsets=offsets), first, fresh

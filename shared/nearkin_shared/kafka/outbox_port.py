@@ -17,6 +17,10 @@ class StageOutbox(Protocol):
         """Return the authenticator of messages that Kafka carried."""
 
     @property
+    def stages_in_memory(self) -> frozenset[str]:
+        """Return the stages that messages reach in the memory of this process."""
+
+    @property
     def sent_messages(self) -> int:
         """Number of messages sent."""
 

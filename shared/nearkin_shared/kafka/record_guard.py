@@ -70,6 +70,9 @@ class BoundedCache(Generic[Key, Made]):
         self._entries.move_to_end(key)
         return self._entries[key]
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
     def clear(self) -> None:
         """Forget all."""
         self._entries.clear()

@@ -30,12 +30,24 @@ PARTITION = 0
 class InProcessOutbox:
     """Messages to the next stage of this process; those to other topics go to Kafka."""
 
-    def __init__(self, settings: Settings, stage: str, name: str, handler: Handler, kafka: Outbox) -> None:
-        """Send messages for topic `name` to `handler`, which carries `stage`."""
+    def __init__(
+        self,
+        settings: Settings,
+        stage: str,
+        name: str,
+        handler: Handler,
+        kafka: Outbox,
+        later: frozenset[str] = frozenset(),
+    ) -> None:
+        """Send messages for topic `name` to `handler`, which carries `stage`.
+
+        `later`: the stages behind it that its messages reach in memory.
+        """
         self._stage, self._name, self._handler, self._kafka = stage, name, handler, kafka
         self._topic = topic(settings, name)
         self._queue: list[Record] = []
         self._acknowledged = 0
+        self.stages_in_memory = later | {stage}
         self.sent_messages = 0
         handler.on_assigned(PARTITION, "")
 
@@ -83,6 +95,11 @@ class InProcessOutbox:
         """Ask the next stage which messages have durable effects, without waiting."""
         for _, offset, _ in self._handler.committable():
             self._acknowledged = max(self._acknowledged, offset)
+
+    def report_durable(self) -> None:
+        """Report the messages with durable effects to the next stage, as committed."""
+        if isinstance(self._handler, SupportsCommitted):
+            self._handler.on_committed(PARTITION, self._acknowledged)
 
     def flush(self) -> None:
         """Wait until the effects of all messages are durable. Raises RetryableError."""
@@ -153,6 +170,8 @@ class StageChain:
     def on_committed(self, partition: int, offset: int) -> None:  # noqa: D102
         if isinstance(self._first, SupportsCommitted):
             self._first.on_committed(partition, offset)
+        for outbox in self._outboxes:
+            outbox.report_durable()
 
     def close(self) -> None:
         """Close all stages, the last one first: its open containers are dropped."""
@@ -183,7 +202,9 @@ def chain(settings: Settings, links: Sequence[ChainLink], kafka_outbox: Callable
     outboxes: list[InProcessOutbox] = []
     for link, following in reversed(list(pairwise(links))):
         later.insert(0, handler)
-        outbox = InProcessOutbox(settings, following.service, following.topic, handler, kafka_outbox(link.service))
+        behind = outboxes[0].stages_in_memory if outboxes else frozenset()
+        kafka = kafka_outbox(link.service)
+        outbox = InProcessOutbox(settings, following.service, following.topic, handler, kafka, behind)
         outboxes.insert(0, outbox)
         handler = link.make(partial(_same, outbox))
     return StageChain(handler, outboxes, later) if outboxes else handler

@@ -3,7 +3,8 @@
     staging/<ms since 1970, 12 hex digits>-<blob id, 32>-<offset in the blob, 16>     1 byte to PACK_BYTES of one blob
 
 Kafka would write each byte to the disk of every replica, and send it to the worker; a reference is some 200 bytes. A
-pack is deleted once the offset of its reference is committed. Packs that a crashed gateway leaves are deleted by age.
+pack is deleted once the offset of its reference is committed. Stages in several processes pass references on: there the
+delta stage deletes packs behind the end of their blob. Packs that a crashed process leaves are deleted by age.
 
 Invariant: a reference is sent only after its pack is durable, and a pack is deleted only after the effects of its
 reference are.
@@ -14,14 +15,18 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from threading import BoundedSemaphore
 
 import numpy as np
 from blake3 import blake3
 
 from nearkin_shared.errors import Corrupt, NearkinError, NotFound
 from nearkin_shared.formats.message import Envelope, StagedFrame
+from nearkin_shared.formats.message_layout import Pack
 from nearkin_shared.limits import MIB
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore, Payload
 from nearkin_shared.types import U8
@@ -32,7 +37,9 @@ _log = logging.getLogger("nearkin.staging")
 FOLDER = "staging"
 PACK_BYTES = 8 * MIB
 """Size of a pack: a put and a get of S3 for each, 0.71 dollars for 1 TiB; an upload has up to three in memory."""
-_NAME = re.compile(rf"{FOLDER}/([0-9a-f]{{12}})-[0-9a-f]{{32}}-[0-9a-f]{{16}}")
+DELETIONS_MAX = 1024
+"""Deletions that wait."""
+_NAME = re.compile(rf"{FOLDER}/([0-9a-f]{{12}})-([0-9a-f]{{32}})-[0-9a-f]{{16}}")
 
 
 @frozen
@@ -46,10 +53,9 @@ class UploadAttempt:
     began_us: int
 
 
-def pack_name(staged: StagedFrame) -> str:
-    """Return the name of the object to which a reference refers."""
-    envelope = staged.envelope
-    return f"{FOLDER}/{staged.staged_ms:012x}-{envelope.blob.hex()}-{envelope.position:016x}"
+def pack_name(pack: Pack) -> str:
+    """Return the name of a pack's object."""
+    return f"{FOLDER}/{pack.staged_ms:012x}-{pack.blob.hex()}-{pack.position:016x}"
 
 
 def refer(attempt: UploadAttempt, position: int, parts: Sequence[Payload]) -> StagedFrame:
@@ -65,21 +71,21 @@ def refer(attempt: UploadAttempt, position: int, parts: Sequence[Payload]) -> St
 def put_pack(objects: ObjectStore, staged: StagedFrame, parts: Sequence[Payload]) -> None:
     """Store the pack of a reference durably. Raises StoreUnavailable, PermanentError."""
     try:
-        objects.put_new(pack_name(staged), *parts)
+        objects.put_new(pack_name(staged.pack), *parts)
     except AlreadyExists:  # the answer to an earlier request was lost; `read_pack` compares the digest
-        _log.info("%s: stored before", pack_name(staged))
+        _log.info("%s: stored before", pack_name(staged.pack))
 
 
-def read_pack(objects: ObjectStore, staged: StagedFrame) -> U8:
+def read_pack(objects: ObjectStore, pack: Pack) -> U8:
     """Return the bytes of a pack, uint8[size].
 
     Raises NotFound, Corrupt, StoreUnavailable.
     """
-    name = pack_name(staged)
+    name = pack_name(pack)
     data = objects.get(name)
-    if len(data) != staged.size_bytes or blake3(data).digest() != staged.blake3:
+    if len(data) != pack.size_bytes or blake3(data).digest() != pack.blake3:
         raise Corrupt(
-            f"{name}: {len(data)} bytes that are not the {staged.size_bytes} of its reference: check the object store, "
+            f"{name}: {len(data)} bytes that are not the {pack.size_bytes} of its reference: check the object store, "
             "then upload the blob again"
         )
     return np.frombuffer(data, np.uint8)
@@ -100,6 +106,46 @@ def delete_expired(objects: ObjectStore, before_ms: int) -> int:
                 objects.delete(name)
                 count += 1
     return count
+
+
+class PackRemover:
+    """Deletes packs on a thread of its own.
+
+    Where deletions wait behind DELETIONS_MAX others, the gateways delete the packs later, by age.
+    """
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+        self._thread = ThreadPoolExecutor(1, "nearkin-staging")
+        self._room = BoundedSemaphore(DELETIONS_MAX)
+
+    def remove(self, name: str) -> None:
+        """Delete a pack soon."""
+        self._submit(partial(delete_pack, self._objects, name))
+
+    def remove_all(self, blob: bytes) -> None:
+        """Delete all packs of a blob soon, found by listing all packs."""
+        self._submit(partial(_delete_packs_of, self._objects, blob))
+
+    def _submit(self, deletion: Callable[[], None]) -> None:
+        if self._room.acquire(blocking=False):
+            self._thread.submit(deletion).add_done_callback(lambda _: self._room.release())
+
+    def close(self) -> None:
+        """End the thread, and leave the deletions that wait."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _delete_packs_of(objects: ObjectStore, blob: bytes) -> None:
+    try:
+        names = [name for name, _ in objects.names(FOLDER)]
+    except NearkinError as err:
+        _log.warning("packs of blob %s: not deleted yet: %s", blob.hex(), err)
+        return
+    for name in names:
+        found = _NAME.fullmatch(name)
+        if found is not None and found[2] == blob.hex():
+            delete_pack(objects, name)
 
 
 def delete_pack(objects: ObjectStore, name: str) -> None:

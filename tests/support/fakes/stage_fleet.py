@@ -86,6 +86,9 @@ class Fleet:
         backlog: Any = NoBacklog()
         return lambda connect: ChunkerHandler(SETTINGS, stage_of, connect(), backlog, self.objects)
 
+    def delta_of(self, _: Callable[[], StageOutbox]) -> DeltaHandler:
+        return DeltaHandler(SETTINGS, lambda: SETTINGS, self.tenants, "w", None, self.objects)
+
     def links(self) -> list[ChainLink]:
         tenants = self.tenants
 
@@ -95,12 +98,12 @@ class Fleet:
         def relay(stage: str, following: str, work: Any) -> Callable[[Callable[[], StageOutbox]], Handler]:
             return lambda connect: StatelessStageHandler(SETTINGS, stage, following, work, connect())
 
-        resemblance = resemblance_work(tenants, lambda: SETTINGS)
+        resemblance = resemblance_work(tenants, lambda: SETTINGS, self.objects)
         return [
             ChainLink("chunker", "frames", self.chunker_of(stage_of)),
             ChainLink("dedup", "segments", relay("dedup", "fresh", dedup_work(SETTINGS, tenants))),
             ChainLink("resemblance", "fresh", relay("resemblance", "paired", resemblance)),
-            ChainLink("delta", "paired", lambda _: DeltaHandler(SETTINGS, lambda: SETTINGS, tenants, "w", None)),
+            ChainLink("delta", "paired", self.delta_of),
         ]
 
     def chained(self, links: list[ChainLink]) -> Handler:

@@ -62,7 +62,7 @@ class World:
         self.outboxes: list[Memory] = []
         self.lanes = found
         monkeypatch.setattr(delta_handler, "Outbox", self._outbox)
-        self.handler = DeltaHandler(SETTINGS, lambda: SETTINGS, found, "w", None)
+        self.handler = DeltaHandler(SETTINGS, lambda: SETTINGS, found, "w", None, memory_objects())
         self.handler.on_assigned(0, "")
 
     def _outbox(self, *_: object) -> Memory:
@@ -86,7 +86,10 @@ class World:
         for part in split_segments(batch, 3):
             values.append(encode(Segments(Envelope(b"b" * 16, "t", "key", position, sequence), part)))
             position, sequence = position + part.logical_bytes, sequence + part.segments
-        for work in (dedup_work(SETTINGS, self.lanes), resemblance_work(self.lanes, lambda: SETTINGS)):
+        for work in (
+            dedup_work(SETTINGS, self.lanes),
+            resemblance_work(self.lanes, lambda: SETTINGS, memory_objects()),
+        ):
             outbox = Memory([])
             relay = StatelessStageHandler(SETTINGS, "dedup", "fresh", work, outbox)
             relay.on_assigned(0, "")

@@ -67,7 +67,7 @@ class SendingIngest(KafkaIngest):
     ) -> None:
         message = decode(value, "sent")
         if isinstance(message, StagedFrame):
-            read_pack(self.objects, message)  # durable before it is referred to
+            read_pack(self.objects, message.pack)  # durable before it is referred to
         self.values.append(value)
         tracker.sent()
         asyncio.get_running_loop().call_soon(tracker.on_delivery, room_bytes, None)
@@ -79,7 +79,7 @@ class SendingIngest(KafkaIngest):
             message, parts = decode(value, "sent"), [value]
             if isinstance(message, StagedFrame):
                 assert message.is_sparse
-                parts = split_messages(read_pack(self.objects, message).data, "pack")
+                parts = split_messages(read_pack(self.objects, message.pack).data, "pack")
             found += [one for part in parts if isinstance(one := decode(part, "part"), Sparse)]
         reached, sequence = 0, 0
         for one in found:

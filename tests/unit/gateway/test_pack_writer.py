@@ -31,7 +31,7 @@ class Sent:
         self.messages: list[tuple[int, bytes, bool]] = []
 
     async def reference(self, staged: StagedFrame) -> None:
-        data = read_pack(self.objects, staged).tobytes()  # durable before it is sent
+        data = read_pack(self.objects, staged.pack).tobytes()  # durable before it is sent
         self.messages.append((staged.envelope.position, data, True))
 
     async def frames(self, position: int, frames: Frames) -> None:

@@ -168,8 +168,8 @@ def test_known_chunk_of_no_container_is_refused(container: int, ordinal: int) ->
 
 def test_later_version_is_distinguished_from_garbage() -> None:
     data = bytearray(encode(Frame(BLOB, np.zeros(3, np.uint8))))
-    data[4] = 6  # 2: an end with a precondition, 3: a reference to a pack, 4: sparse, 5: of a batch
-    with pytest.raises(FormatTooNew, match="message format 6"):
+    data[4] = 7  # 2: precondition, 3: reference to a pack, 4: sparse, 5: of a batch, 6: references of segments
+    with pytest.raises(FormatTooNew, match="message format 7"):
         decode(bytes(data), "test")
     with pytest.raises(Corrupt, match="not a Nearkin message"):
         decode(b"{}", "test")

@@ -191,7 +191,7 @@ def test_messages_of_fresh_bytes_are_merged_up_to_the_limit(tenants: TenantConte
     outbox = handled(dedup_work(SETTINGS, tenants), [encode(m) for m in sent])
     found = [message for message in outbox.decoded_messages if isinstance(message, Fresh)]
     assert sum(m.batch.batch.segments for m in found) == sum(m.batch.segments for m in sent)
-    paired = handled(resemblance_work(tenants, lambda: SETTINGS), outbox.values)
+    paired = handled(resemblance_work(tenants, lambda: SETTINGS, memory_objects()), outbox.values)
     assert not paired.dead
     assert all(isinstance(message, Paired) for message in paired.decoded_messages)
 
@@ -292,13 +292,13 @@ def test_failing_message_of_a_batch_alone_is_a_dead_letter(tenants: TenantContex
 
 
 def test_message_of_an_unexpected_kind_is_a_dead_letter(tenants: TenantContexts) -> None:
-    outbox = handled(resemblance_work(tenants, lambda: SETTINGS), [encode(messages(b"x" * 9000)[0])])
+    outbox = handled(resemblance_work(tenants, lambda: SETTINGS, memory_objects()), [encode(messages(b"x" * 9000)[0])])
     assert len(outbox.dead) == 1
 
 
 def test_damaged_message_of_a_batch_alone_is_a_dead_letter(tenants: TenantContexts) -> None:
     fresh = handled(dedup_work(SETTINGS, tenants), [encode(m) for m in messages(random_bytes(3 * MIB, 15))]).values
-    pairs = handled(resemblance_work(tenants, lambda: SETTINGS), fresh).values
+    pairs = handled(resemblance_work(tenants, lambda: SETTINGS, memory_objects()), fresh).values
     assert len(pairs) > 2
     opened = fmt.read_header(pairs[1], "a pair")
     damaged = bytearray(pairs[1])
@@ -359,9 +359,9 @@ def test_messages_refused_by_kafka_are_never_committed(tenants: TenantContexts) 
 def test_open_container_does_not_keep_message_bytes(tenants: TenantContexts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_handler, "Outbox", lambda *_: Scripted())
     fresh = handled(dedup_work(SETTINGS, tenants), [encode(message) for message in messages(random_bytes(MIB, 7))])
-    values = handled(resemblance_work(tenants, lambda: SETTINGS), fresh.values).values
+    values = handled(resemblance_work(tenants, lambda: SETTINGS, memory_objects()), fresh.values).values
     before = [sys.getrefcount(value) for value in values]
-    worker = DeltaHandler(SETTINGS, lambda: SETTINGS, tenants, "w", None)
+    worker = DeltaHandler(SETTINGS, lambda: SETTINGS, tenants, "w", None, memory_objects())
     worker.on_assigned(0, "")
     worker.handle(records(values))
     held = worker._open["t"].held
@@ -416,9 +416,9 @@ def test_grace_below_container_age_is_refused_at_start(
     chosen = with_changes(Settings(), {"gc": {"grace_seconds": grace_seconds}})
     if refused:
         with pytest.raises(ConfigError, match=r'gc\.grace_seconds "\d".*want >= 3'):
-            DeltaHandler(chosen, lambda: chosen, tenants, "w", None)
+            DeltaHandler(chosen, lambda: chosen, tenants, "w", None, memory_objects())
     else:
-        DeltaHandler(chosen, lambda: chosen, tenants, "w", None).close()
+        DeltaHandler(chosen, lambda: chosen, tenants, "w", None, memory_objects()).close()
 
 
 def test_error_of_the_commit_thread_is_no_record_s_fault(
@@ -439,10 +439,10 @@ def test_error_of_the_commit_thread_is_no_record_s_fault(
     def paired(seed: int, blob: bytes) -> list[bytes]:
         sent = [encode(message) for message in messages(random_bytes(2 * MIB, seed), blob=blob)]
         fresh = handled(dedup_work(chosen, tenants), sent).values
-        return handled(resemblance_work(tenants, lambda: chosen), fresh).values
+        return handled(resemblance_work(tenants, lambda: chosen, memory_objects()), fresh).values
 
     first, second = paired(7, b"a" * 16), paired(8, b"b" * 16)
-    worker = DeltaHandler(chosen, lambda: chosen, tenants, "w", None)
+    worker = DeltaHandler(chosen, lambda: chosen, tenants, "w", None, memory_objects())
     worker.on_assigned(0, "")
     monkeypatch.setattr(LmdbIndex, "publish", refuse)
     worker.handle(records(first))

@@ -48,7 +48,7 @@ def test_pack_is_read_by_its_reference(objects: ObjectStore) -> None:
     assert found == staged
     assert isinstance(found, StagedFrame)
     assert (found.envelope.position, found.size_bytes) == (7, 150_000)
-    assert read_pack(objects, found).tobytes() == b"".join(PARTS)
+    assert read_pack(objects, found.pack).tobytes() == b"".join(PARTS)
 
 
 def test_reference_is_small(objects: ObjectStore) -> None:
@@ -59,24 +59,24 @@ def test_repeated_put_of_a_pack_is_accepted(objects: ObjectStore) -> None:
     """The answer to the first request may be lost."""
     staged = stored(objects, attempt(), 0)
     put_pack(objects, staged, PARTS)
-    assert read_pack(objects, staged).tobytes() == b"".join(PARTS)
+    assert read_pack(objects, staged.pack).tobytes() == b"".join(PARTS)
 
 
 @pytest.mark.parametrize("change", [b"short", b"x" * 150_000])
 def test_changed_pack_is_refused(objects: ObjectStore, change: bytes) -> None:
     staged = stored(objects, attempt(), 0)
-    name = pack_name(staged)
+    name = pack_name(staged.pack)
     objects.delete(name)
     objects.put_new(name, change)
     with pytest.raises(Corrupt, match=f"{name}: {len(change)} bytes that are not the 150000 of its reference"):
-        read_pack(objects, staged)
+        read_pack(objects, staged.pack)
 
 
 def test_deleted_pack_is_not_found(objects: ObjectStore) -> None:
     staged = stored(objects, attempt(), 0)
-    delete_pack(objects, pack_name(staged))
+    delete_pack(objects, pack_name(staged.pack))
     with pytest.raises(NotFound):
-        read_pack(objects, staged)
+        read_pack(objects, staged.pack)
 
 
 def test_packs_are_deleted_by_their_own_age(objects: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +88,9 @@ def test_packs_are_deleted_by_their_own_age(objects: ObjectStore, monkeypatch: p
     recent = stored(objects, attempt(), 150_000)
     objects.put_new(f"{FOLDER}/not-a-pack", b"x")
     assert delete_expired(objects, now_ns // 1_000_000 - 5_000) == 1
-    assert {name for name, _ in objects.names(FOLDER)} == {f"{FOLDER}/not-a-pack", pack_name(recent)}
+    assert {name for name, _ in objects.names(FOLDER)} == {f"{FOLDER}/not-a-pack", pack_name(recent.pack)}
     with pytest.raises(NotFound):
-        read_pack(objects, old)
+        read_pack(objects, old.pack)
 
 
 def test_reference_has_a_format_of_its_own(objects: ObjectStore) -> None:

@@ -53,7 +53,7 @@ class PackStore:
 
     async def delete(self, staged: StagedFrame) -> None:
         """Delete a pack whose reference was not sent, if it exists."""
-        await asyncio.to_thread(delete_pack, self._objects, pack_name(staged))
+        await asyncio.to_thread(delete_pack, self._objects, pack_name(staged.pack))
 
     async def delete_expired_for_ever(self, retention_hours: int) -> None:
         """Delete packs whose references have left Kafka, every SWEEP_SECONDS, until cancelled.

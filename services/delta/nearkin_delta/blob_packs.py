@@ -1,0 +1,80 @@
+"""Delete the packs of a blob once its end has passed the delta stage.
+
+    references seen -> end seen -> offset of the end committed -> packs deleted
+
+A worker that has crashed leaves messages behind which a later worker sends once more. So a pack stays until the end of
+its blob, and a message whose pack is missing has no effect: the segments are stored, or the committer lacks them.
+
+Invariant: a pack is deleted only after the effects of all references to it that precede the end of its blob.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from nearkin_shared.formats.message_layout import Envelope, Pack
+from nearkin_shared.storage.staged_packs import PackRemover, pack_name
+
+BLOBS_MAX = 4096
+"""Blobs of a partition whose packs are known; the gateways delete the packs of others by age."""
+
+
+@dataclass(slots=True)
+class _Blob:
+    """Packs of a blob whose end has not arrived."""
+
+    is_whole: bool
+    """All references to its packs were seen by this worker."""
+    names: dict[str, None] = field(default_factory=dict)
+    missing: str | None = None
+    """Name of a pack that did not exist."""
+
+
+class BlobPacks:
+    """Packs of the blobs in the partitions of one worker."""
+
+    def __init__(self, remover: PackRemover) -> None:
+        self._remover = remover
+        self._open: dict[int, dict[bytes, _Blob]] = {}
+        self._ended: dict[int, deque[tuple[int, bytes, _Blob]]] = {}
+
+    def add(self, partition: int, envelope: Envelope, packs: Iterable[Pack], missing: str | None = None) -> None:
+        """Record the packs of a message; `missing`: the name of one that does not exist."""
+        blobs = self._open.setdefault(partition, {})
+        blob = blobs.get(envelope.blob)
+        if blob is None:
+            if len(blobs) >= BLOBS_MAX:
+                del blobs[next(iter(blobs))]
+            blob = blobs[envelope.blob] = _Blob(is_whole=envelope.position == 0)
+        blob.names.update(dict.fromkeys(map(pack_name, packs)))
+        blob.missing = blob.missing or missing
+
+    def end(self, partition: int, offset: int, envelope: Envelope) -> str | None:
+        """Record the end of a blob at an offset; return the name of a missing pack, if any."""
+        blob = self._open.get(partition, {}).pop(envelope.blob, None)
+        if blob is None:
+            return None
+        self._ended.setdefault(partition, deque()).append((offset, envelope.blob, blob))
+        return blob.missing
+
+    def on_committed(self, partition: int, offset: int) -> None:
+        """Delete the packs of blobs whose end is before a committed offset."""
+        ended = self._ended.get(partition, deque())
+        while ended and ended[0][0] < offset:
+            _, name, blob = ended.popleft()
+            if blob.is_whole:
+                for pack in blob.names:
+                    self._remover.remove(pack)
+            else:
+                self._remover.remove_all(name)
+
+    def forget(self, partition: int) -> None:
+        """Forget a partition that another worker may have."""
+        self._open.pop(partition, None)
+        self._ended.pop(partition, None)
+
+    def close(self) -> None:
+        """End the deletions."""
+        self._remover.close()
