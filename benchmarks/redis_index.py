@@ -17,11 +17,14 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -32,6 +35,7 @@ from nearkin_shared.formats.directory import BlockTable, ChunkTable, Directory, 
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.index.redis.connection import Command, RedisServer
 from nearkin_shared.results import Ledger
 from nearkin_shared.types import U8, ContainerId, Locations
 from tests.support.conformance.index_contract import of_rank
@@ -83,6 +87,20 @@ def server_cpu(index: RedisIndex) -> float:
     """Return the CPU seconds that the server has taken."""
     found = index.server.one(("INFO", "cpu"))
     return float(found["used_cpu_user"]) + float(found["used_cpu_sys"])
+
+
+@contextmanager
+def count_commands() -> Iterator[Counter[str]]:
+    """Count the commands that are sent to the server."""
+    found: Counter[str] = Counter()
+    run = RedisServer.run
+
+    def counted(self: RedisServer, commands: Sequence[Command]) -> list[Any]:
+        found["commands"] += len(commands)
+        return run(self, commands)
+
+    with mock.patch.object(RedisServer, "run", counted):
+        yield found
 
 
 def publish_all(index: RedisIndex, containers: list[ContainerEntries]) -> None:
@@ -147,6 +165,9 @@ def measure(chunks: int, lookups: int, url: str) -> dict[str, Any]:
         for what, find, keys, is_present in kinds:
             work = partial(look_up, find, keys, batch, is_present)
             rates.append(timed(index, what, batch, len(keys), work))
+    with count_commands() as commands:
+        dead = int(made[-1].directory.container)
+        rates.append(timed(index, "withdraw a container", 1, 1, lambda: index.withdraw({dead: None}, {}, [dead])))
     version = index.server.one(("INFO", "server"))["redis_version"]
     index.close()
     return {
@@ -155,6 +176,7 @@ def measure(chunks: int, lookups: int, url: str) -> dict[str, Any]:
         "segments": len(segments),
         "containers": len(made),
         "bytes_per_chunk": {name: round((after[name] - before[name]) / chunks, 2) for name in after},
+        "withdraw_commands": commands["commands"],
         "rates": [asdict(rate) for rate in rates],
     }
 
@@ -173,6 +195,7 @@ def main() -> None:
             **measure(given.chunks, given.lookups, url),
         }
     print(f"{result['chunks']} unique chunks: bytes a chunk {result['bytes_per_chunk']}")
+    print(f"{result['withdraw_commands']} commands to withdraw a container")
     print(f"{'what':20} {'batch':>7} {'a second':>10} {'a client CPU s':>15} {'a server CPU s':>15}")
     for rate in result["rates"]:
         print(
