@@ -82,7 +82,9 @@ class TableAgainstReference(RuleBasedStateMachine):
         assert figures[0][3] == 0
         tags = np.concatenate([self.tags(99, 50), np.array(list(self.model), np.uint64)])
         rows, numbers = self.fast.candidates(tags)
-        for got, right in zip((rows, numbers), self.plain.candidates(tags), strict=True):
+        answers: tuple[NDArray[Any], ...] = (rows, numbers)
+        right_answers: tuple[NDArray[Any], ...] = self.plain.candidates(tags)
+        for got, right in zip(answers, right_answers, strict=True):
             assert got.dtype == right.dtype
             np.testing.assert_array_equal(got, right)
         found = set(zip(tags[rows].tolist(), numbers.tolist(), strict=True))
@@ -170,7 +172,7 @@ def test_bad_arguments_are_refused_by_name(module: Any) -> None:
         (lambda: table.load_partition(0, "x"), "partition 0"),
     ):
         with pytest.raises(BadInput, match=name):
-            call()  # type: ignore[no-untyped-call]
+            call()
     assert len(table) == 0
     table.put_many(tags, plain.NUMBER_MAX)
     assert table.candidates(tags)[1].tolist() == [plain.NUMBER_MAX] * 2

@@ -75,7 +75,7 @@ def test_container_published_meanwhile_is_scanned(tmp_path: Path) -> None:
     found = index.look_up(chunks, segments)
     assert not any(len(keys) for keys in found.keys.values())
     with index._writing(buffers=True) as txn:  # as it was before
-        for table, runs in index._runs.items():
+        for table, runs in index._tables.runs.items():
             keys, places = (b"".join(rows) for rows in zip(*entries[table].items(), strict=True))
             width = len(keys) * PACKED_LOCATION.itemsize // len(places)
             runs.add(txn, np.frombuffer(keys, np.uint8).reshape(-1, width), np.frombuffer(places, PACKED_LOCATION))

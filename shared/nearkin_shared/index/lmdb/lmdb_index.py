@@ -2,9 +2,7 @@
 
 Invariant: every write is one transaction; the folder can be deleted at any time and rebuilt.
 
-    chunks      name 32                     -> container 8, ordinal 4       in sorted runs
-    features    namespace 8, rank 1, SF 8   -> container 8, ordinal 4       in sorted runs; first in stream order
-    segments    segment id 20               -> container 8, ordinal 4       in sorted runs
+    chunks, features, segments              many entries a container: entry_tables.py
     containers  container 8 (big-endian)    -> check of table, key and value 8, ContainerSummary as JSON
     meta        state of the index
 
@@ -17,39 +15,31 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from struct import Struct
+from typing import Any
 
 import numpy as np
 
 from nearkin_shared.errors import FormatTooNew
 from nearkin_shared.formats.columns import CHECK_BYTES
 from nearkin_shared.index.catalog import summarise
-from nearkin_shared.index.container_entries import FEATURE_KEY_BYTES, ContainerEntries, feature_keys
+from nearkin_shared.index.container_entries import ContainerEntries, feature_keys
 from nearkin_shared.index.lmdb.entry_encoding import (
-    KeyedLocations,
     decode_fields,
     encode_fields,
     marks_under,
     rows_of,
 )
-from nearkin_shared.index.lmdb.environments import (
-    damage_error,
-)
+from nearkin_shared.index.lmdb.entry_tables import SHAPES, EntryTables, ExactTables
+from nearkin_shared.index.lmdb.environments import damage_error
 from nearkin_shared.index.lmdb.lmdb_catalog import NO_MARKS, LmdbCatalog
-from nearkin_shared.index.lmdb.lmdb_removal import RemovalLookup, find_keys, is_removed, removals_by_table
-from nearkin_shared.index.lmdb.sorted_run_table import (
-    PACKED_LOCATION,
-    FeatureShape,
-    KeyShape,
-    SortedRuns,
-    pack_locations,
-)
+from nearkin_shared.index.lmdb.lmdb_removal import RemovalLookup, removals_by_table
+from nearkin_shared.index.lmdb.sorted_run_table import PACKED_LOCATION, pack_locations
 from nearkin_shared.index.lmdb.version_entries import PLAIN_NAMES, EntryNames
 from nearkin_shared.index.protocols import ContainerSummary, IndexSnapshot
 from nearkin_shared.limits import MIB
-from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, Locations
+from nearkin_shared.types import U8, U32, U64, Bools, Locations
 
 RESIDENT_BYTES_MAX = 16 * MIB
 """Size of the file from which its resident pages are released after each publication."""
@@ -62,12 +52,6 @@ Entry = tuple[bytes, bytes]
 _REMOVAL = b"removal"
 _EXCLUDED, _ERASURE = b"excluded", Struct("<16sQ")
 """Owner of erased keys, and when they were erased, microseconds since 1970."""
-_SHAPES = {
-    "chunks": KeyShape(NAME_BYTES),
-    "segments": KeyShape(SEGMENT_ID_BYTES),
-    "features": FeatureShape(FEATURE_KEY_BYTES),
-}
-"""Tables with many entries per container."""
 
 
 class LmdbIndex(LmdbCatalog):
@@ -82,16 +66,18 @@ class LmdbIndex(LmdbCatalog):
         read_only: bool = False,
         durable: bool = True,
         names: EntryNames = PLAIN_NAMES,
+        tables: Callable[[Mapping[str, Any]], EntryTables] = ExactTables,
     ) -> None:
         """Open the index.
 
         Without `durable` no write is durable before `mark_complete`; for an index that is used only once it is
-        complete. `names` translates the names of versions; an index made under other names is not complete.
+        complete. `names` translates the names of versions, `tables` opens the tables of many entries; an index made
+        under other names or with other tables is not complete.
         """
         super().__init__(folder, map_bytes, names, read_only=read_only, durable=durable)
-        self._complete_marker = str(VERSION).encode() + names.marker
+        self._tables: EntryTables = tables(self._databases)
+        self._complete_marker = str(VERSION).encode() + names.marker + self._tables.marker
         self._domain = domain
-        self._runs = {name: SortedRuns(self._databases[name], shape) for name, shape in _SHAPES.items()}
         self.removal: Callable[[], AbstractContextManager[str]] = lambda: nullcontext("")
         """Context of each removal of entries, whose objects are deleted afterwards; yields the index's new token."""
         try:
@@ -140,27 +126,15 @@ class LmdbIndex(LmdbCatalog):
 
         With `summaries` False the container summaries stay too.
         """
-        tables = ("chunks", "features", "segments")
-        chunks, features, segments = found = [KeyedLocations(_SHAPES[table].key_bytes) for table in tables]
         summary_rows: list[Entry] = []
         for claims in many:
-            directory = claims.directory
-            container = directory.container
-            chunks.add(directory.chunks.names[claims.findable], container, claims.findable)
-            rows = np.flatnonzero(claims.segment_ids.any(axis=1))
-            segments.add(claims.segment_ids[rows], container, rows)
-            for sketch, (bases, super_features) in claims.super_features.items():
-                rows = np.flatnonzero(super_features.T)
-                if len(rows):
-                    keys = feature_keys(sketch, directory.domain, super_features)[rows]
-                    features.add(keys, container, bases[rows % len(super_features)])
-            name = container.to_bytes(8, "big")
+            name = claims.directory.container.to_bytes(8, "big")
             summary_rows.append((name, encode_fields("containers", name, asdict(summarise(claims)))))
         with self._writing(buffers=True) as txn:
-            for table, entries in zip(tables, found, strict=True):
-                self._runs[table].add(txn, *entries.join)
+            self._tables.add(txn, many)
             if summaries:
                 txn.cursor(self._containers).putmulti(summary_rows)
+        self._tables.on_written()
         self._release_pages(RESIDENT_BYTES_MAX)
 
     def renew(self, summary: ContainerSummary) -> None:
@@ -189,8 +163,7 @@ class LmdbIndex(LmdbCatalog):
     def look_up(self, chunks: Mapping[int, U32 | None], segments: Mapping[int, U32]) -> RemovalLookup:
         """Return the lookup for `withdraw`: a full scan of three tables, while others may write."""
         file, containers = self.last_written[0], self.container_ids()  # before the entries
-        removals = removals_by_table(chunks, segments)
-        keys = {table: find_keys(self.rows(table), rows, _SHAPES[table].key_bytes) for table, rows in removals.items()}
+        keys = self._tables.find_removed(self.rows, removals_by_table(chunks, segments))
         return RemovalLookup(file, containers, keys)
 
     def withdraw(
@@ -223,14 +196,12 @@ class LmdbIndex(LmdbCatalog):
         if found is not None and not found.covers(self.last_written[0], self.container_ids(), removals):
             found = None
         with self._writing(buffers=True) as txn:
-            for table, rows in removals.items():
-                if rows:
-                    keys = None if found is None else found.keys[table]
-                    self._runs[table].drop(txn, partial(is_removed, removals=rows), keys)
+            self._tables.drop(txn, removals, None if found is None else found.keys)
             for container in containers:
                 txn.delete(container.to_bytes(8, "big"), db=self._containers)
             if token:
                 txn.put(_REMOVAL, token.encode(), db=self._meta)
+        self._tables.on_written()
 
     def containers(self) -> Iterator[ContainerSummary]:
         """Yield the summary of each published container, in stream order."""
@@ -246,7 +217,7 @@ class LmdbIndex(LmdbCatalog):
         name = b""
         while True:
             with self._reading(buffers=True) as txn:
-                found = self._runs[table].next_run(txn, name)
+                found = self._tables.next_rows(txn, table, name)
             if found is None:
                 return
             name, keys, locations = found
@@ -257,15 +228,15 @@ class LmdbIndex(LmdbCatalog):
         if not len(keys):
             return Locations.empty(), np.zeros(0, np.bool_)
         with self._reading(buffers=True) as txn:
-            return self._runs[table].locate(txn, keys)
+            return self._tables.locate(txn, table, keys)
 
     def entries(self) -> dict[str, dict[bytes, bytes]]:
         """Return every entry of every table, to compare two indexes in tests.
 
         Versions are decrypted: an encrypted value begins with a random nonce. Raises IndexDamaged.
         """
-        tables: dict[str, dict[bytes, bytes]] = {name: {} for name in _SHAPES}
-        for name, shape in _SHAPES.items():
+        tables: dict[str, dict[bytes, bytes]] = {name: {} for name in SHAPES}
+        for name, shape in SHAPES.items():
             for keys, locations in self.rows(name):
                 packed = pack_locations(locations.containers, locations.ordinals)
                 tables[name].update(
@@ -353,6 +324,11 @@ class LmdbIndex(LmdbCatalog):
         """
         with self._reading() as txn:
             return bytes(txn.get(_REMOVAL, b"", db=self._meta)).decode(errors="replace")
+
+    def close(self) -> None:
+        """Release tables and environment. Idempotent."""
+        self._tables.close()
+        super().close()
 
     def keep_removal_token(self, token: str) -> None:
         """Set the token of the last removal, in an index made from all objects."""
