@@ -96,12 +96,12 @@ TestTableAgainstReference = TableAgainstReference.TestCase
 
 
 def test_large_table_finds_all_in_six_bytes_an_entry() -> None:
-    """At every size: each growth adds an eighth."""
+    """At every size: each growth adds a twelfth."""
     table, tags = fast.TagTable(), tags_of(1, 1_000_000)
     for number in range(2000):
         table.put_many(tags[number * 500 : number * 500 + 500], number)
         if number > 200 and number % 50 == 0:
-            assert table.nbytes <= 6 * len(table)
+            assert table.nbytes <= 5.8 * len(table)
     rows, numbers = table.candidates(tags)
     assert np.isin(np.arange(len(tags)), rows[numbers == rows // 500]).all()
     assert len(rows) < len(tags) * 1.001
@@ -128,7 +128,7 @@ def test_ninth_copy_of_a_tag_is_dropped_and_counted(module: Any) -> None:
         table.put_many(tag, number)
     assert (len(table), table.dropped) == (8, 12)
     assert len(table.candidates(tag)[1]) == 8
-    assert table.nbytes <= 20 * 16
+    assert table.nbytes <= 20 * 80
 
 
 def test_saved_table_never_changes() -> None:
@@ -137,7 +137,7 @@ def test_saved_table_never_changes() -> None:
     for number in range(100):
         table.put_many(tags_of(number, 500), number * 3)
     digest = hashlib.sha256(b"".join(saved(table))).hexdigest()
-    assert digest == "6c5552779e659fae9f871d67fb25f6efc149492023d757a163cd93864cbf0672"
+    assert digest == "a94f5445c1c87b8b2650f19c2afca3f9052dc8f7101e5afc8431769b6b546cbb"
 
 
 @Tables
@@ -206,4 +206,12 @@ def test_threads_put_and_ask_one_table() -> None:
     for thread in threads:
         thread.join(60)
     assert not wrong
-    assert len(table) == 4 * 20 * 500
+    assert (len(table), table.dropped) == (4 * 20 * 500, 0)
+
+
+def test_small_table_drops_nothing() -> None:
+    """Both buckets of a tag may be one while a partition has few."""
+    for seed in range(40):
+        table = fast.TagTable()
+        table.put_many(tags_of(seed, 3000), 1)
+        assert (len(table), table.dropped) == (3000, 0)

@@ -16,12 +16,13 @@ import pytest
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
+from nearkin_shared.config.storage import INDEX_KINDS
 from nearkin_shared.errors import NotFound, StoreLocked
-from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.types import ContainerId
 from tests.support.data.stores import SMALL, process, settings
 
 CHOSEN = settings(SMALL, {"features": {"algorithm": "odess"}})
+KINDS = {kind: settings(CHOSEN, {"index": {"kind": kind}}) for kind in INDEX_KINDS}
 MOMENTS = 15
 
 WRITER = """
@@ -49,11 +50,17 @@ def first(tmp_path: Path) -> Path:
     return path
 
 
+def with_kind(script: str, kind: str) -> str:
+    """Return a script that chooses an index kind."""
+    assert '"odess"}' in script
+    return script.replace('"odess"}', f'"odess"}}, "index": {{"kind": "{kind}"}}')
+
+
 def run_until_killed(
-    root: Path, first: Path, number: int, delay_seconds: float, how: signal.Signals
+    root: Path, first: Path, number: int, delay_seconds: float, how: signal.Signals, kind: str
 ) -> tuple[dict[int, int], str]:
     """Run the writer, end it after a while; return its acknowledged numbers by version, and its error output."""
-    writer = process(WRITER, root, first, str(number))
+    writer = process(with_kind(WRITER, kind), root, first, str(number))
     assert writer.stdin is not None
     assert writer.stdout is not None
     try:
@@ -83,8 +90,9 @@ def on_one_core() -> Iterator[None]:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "Ctrl-C"])
 @pytest.mark.parametrize("cores", ["all", pytest.param("one", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kind", INDEX_KINDS)
 def test_put_killed_at_any_moment_is_whole_or_absent(
-    how: signal.Signals, cores: str, first: Path, tmp_path: Path, request: pytest.FixtureRequest
+    how: signal.Signals, cores: str, kind: str, first: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Killed at any moment, a put leaves no partial version and loses no acknowledged one."""
     if cores == "one":
@@ -96,11 +104,11 @@ def test_put_killed_at_any_moment_is_whole_or_absent(
     known: dict[int, int] = {}
     for iteration in range(MOMENTS if how == signal.SIGKILL else MOMENTS // 4):
         number = 1000 * iteration
-        acknowledged, error_output = run_until_killed(root, first, number, draw.uniform(0.0, 0.35), how)
+        acknowledged, error_output = run_until_killed(root, first, number, draw.uniform(0.0, 0.35), how, kind)
         if how == signal.SIGINT:
             assert error_output.rstrip().endswith("KeyboardInterrupt")
         known |= acknowledged
-        with open_store(root, settings=CHOSEN, create=True) as store:  # the lock is free at once
+        with open_store(root, settings=KINDS[kind], create=True) as store:  # the lock is free at once
             listed = [info.version for info in store.versions(all_versions=True)]
             assert listed == stored_versions(store)
             assert set(known) <= set(listed)
@@ -115,14 +123,14 @@ def test_put_killed_at_any_moment_is_whole_or_absent(
             known[again.info.version] = number + len(acknowledged)
             assert store.get("k").read() == mutate(content, known[again.info.version], edits=400)
             assert not list((root / "tmp").iterdir())
-    with open_store(root, settings=CHOSEN, create=True) as store:
+    with open_store(root, settings=KINDS[kind], create=True) as store:
         assert store.verify().damage == ()
         for version, number in known.items():
             assert store.get("k", version).read() == mutate(content, number, edits=400)
         stats = store.stats()
         assert stats.versions == len(known)
         assert sum(stats.parts.values()) == stats.ledger.stored_bytes
-    assert_index_is_the_one_a_rebuild_makes(root)
+    assert_index_is_the_one_a_rebuild_makes(root, kind)
 
 
 def stored_versions(store: Store) -> list[int]:
@@ -135,17 +143,17 @@ def stored_versions(store: Store) -> list[int]:
             return found
 
 
-def assert_index_is_the_one_a_rebuild_makes(root: Path) -> None:
+def assert_index_is_the_one_a_rebuild_makes(root: Path, kind: str) -> None:
     def entries() -> dict[str, dict[bytes, bytes]]:
-        with open_store(root, settings=CHOSEN, create=True) as store:
-            index = LmdbIndex(root / "index", store._fingerprinter.domain, 1 << 28, read_only=True)
+        with open_store(root, settings=KINDS[kind], create=True) as store:
+            index = store._index._files.open(read_only=True)
             try:
                 return index.entries()
             finally:
                 index.close()
 
     live = entries()
-    with open_store(root, settings=CHOSEN, create=True) as store:
+    with open_store(root, settings=KINDS[kind], create=True) as store:
         store.rebuild_index()
     rebuilt = entries()
     for table in rebuilt:
@@ -153,14 +161,15 @@ def assert_index_is_the_one_a_rebuild_makes(root: Path) -> None:
         assert live[table] == rebuilt[table], table
 
 
+@pytest.mark.parametrize("kind", INDEX_KINDS)
 @pytest.mark.parametrize("step", ["put", "publish", "manifest"])
-def test_put_killed_between_steps_is_recovered(step: str, first: Path, tmp_path: Path) -> None:
+def test_put_killed_between_steps_is_recovered(step: str, kind: str, first: Path, tmp_path: Path) -> None:
     """A put killed between two steps is recovered by the next writer."""
     root = tmp_path / "store"
-    died = process(DIES, root, first, step)
+    died = process(with_kind(DIES, kind), root, first, step)
     died.communicate(timeout=30)
     assert died.returncode == 9
-    with open_store(root, settings=CHOSEN, create=True) as store:
+    with open_store(root, settings=KINDS[kind], create=True) as store:
         committed = step == "manifest"
         store.put("other", b"content")
         assert [info.key for info in store.versions()] == (["k", "other"] if committed else ["other"])
@@ -173,7 +182,7 @@ def test_put_killed_between_steps_is_recovered(step: str, first: Path, tmp_path:
             assert again.ledger.duplicate_chunks > 0
         assert store.get("k").read() == first.read_bytes()
         assert store.verify().damage == ()
-    assert_index_is_the_one_a_rebuild_makes(root)
+    assert_index_is_the_one_a_rebuild_makes(root, kind)
 
 
 @pytest.mark.parametrize("made", [[], ["chunks"]], ids=["no database", "one database"])

@@ -16,7 +16,7 @@ from nearkin.cli.commands import nearkin
 from nearkin.cli.verify import parse_since
 from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin_shared.errors import BadInput, IndexDamaged
-from nearkin_shared.index.lmdb.lmdb_index import _SHAPES as SHAPES
+from nearkin_shared.index.lmdb.entry_tables import SHAPES, ExactTables
 from nearkin_shared.index.lmdb.sorted_run_table import PACKED_LOCATION, pack_locations
 from nearkin_shared.kernels.sorted_runs import CHILDREN_BYTES, HEAD_BYTES
 from tests.support.data.stores import SMALL, containers, flip, settings
@@ -91,7 +91,7 @@ def test_entry_with_wrong_location_is_named_and_rebuilt(root: Path, table: str, 
             container = container ^ np.uint64(1)
         else:
             ordinal = 1 << 20 if table == "features" else ordinal ^ 1
-        runs = index._runs[table]
+        runs = ExactTables(index._databases).runs[table]
         with index._writing(buffers=True) as txn:
             runs.drop(txn, lambda locations: np.ones(len(locations), np.bool_), key)
             runs.add(txn, key, pack_locations(container, np.array([ordinal])))

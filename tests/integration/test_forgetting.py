@@ -12,6 +12,7 @@ import numpy as np
 
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, text_like
+from nearkin_shared.index.lmdb.entry_tables import ExactTables
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.index.lmdb.sorted_run_table import PACKED_LOCATION
 from tests.support.data.stores import SMALL, settings
@@ -75,7 +76,7 @@ def test_container_published_meanwhile_is_scanned(tmp_path: Path) -> None:
     found = index.look_up(chunks, segments)
     assert not any(len(keys) for keys in found.keys.values())
     with index._writing(buffers=True) as txn:  # as it was before
-        for table, runs in index._tables.runs.items():
+        for table, runs in ExactTables(index._databases).runs.items():
             keys, places = (b"".join(rows) for rows in zip(*entries[table].items(), strict=True))
             width = len(keys) * PACKED_LOCATION.itemsize // len(places)
             runs.add(txn, np.frombuffer(keys, np.uint8).reshape(-1, width), np.frombuffer(places, PACKED_LOCATION))

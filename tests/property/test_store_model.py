@@ -25,7 +25,7 @@ from nearkin import Store, open_store
 from nearkin.lab.generated_data import mutate, random_bytes, records_like, text_like
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.reduction import BASE_POLICIES, CHUNKERS, FEATURES
-from nearkin_shared.config.storage import RetentionPolicy
+from nearkin_shared.config.storage import INDEX_KINDS, RetentionPolicy
 from nearkin_shared.errors import BadInput, ClockSkew, NotFound, StoreLocked
 from nearkin_shared.limits import CLOCK_SKEW_SECONDS_MAX
 from tests.support.data.stores import SMALL, containers, find_broken, flip, objects, settings, stored_bytes
@@ -85,9 +85,15 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
 
     # --- contents: generated, edited, joined
 
-    @initialize(target=contents)
-    def first(self) -> bytes:
+    @initialize(target=contents, kind=st.sampled_from(INDEX_KINDS))
+    def first(self, kind: str) -> bytes:
+        self.switch_index(kind)
         return text_like(300_000, 1)
+
+    @rule(kind=st.sampled_from(INDEX_KINDS))
+    def switch_index(self, kind: str) -> None:
+        self.changes["index"] = {"kind": kind}
+        self.open()
 
     @rule(target=contents, maker=st.sampled_from(MAKERS), size=SIZES, seed=st.integers(0, 5))
     def fresh(self, maker: Callable[[int, int], bytes], size: int, seed: int) -> bytes:

@@ -25,6 +25,7 @@ from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
 from nearkin_shared.objectstore.local import LocalObjectStore, sync_folder
 from nearkin_shared.results import RebuildReport
+from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.mounts import network_type
 from nearkin_shared.utils.private_files import remove_tree, tighten_modes
@@ -37,8 +38,8 @@ if TYPE_CHECKING:  # a get needs no index
 _log = logging.getLogger("nearkin")
 REBUILD_MISSING = "is missing or unfinished"
 REBUILD_OUTDATED = (
-    "was made by an older version of Nearkin, or under other keys (older ones may hold memory of the process and, of "
-    "an encrypted store, key names in clear)"
+    "was made by an older version of Nearkin, as another index.kind or under other keys (older ones may hold memory of "
+    "the process and, of an encrypted store, key names in clear)"
 )
 REBUILD_STALE = (
     "has an older state of the store (another machine wrote it since, or the store is a copy or was restored from one)"
@@ -60,14 +61,17 @@ class IndexFiles:
         settings: Settings,
         domain: bytes,
         recovery: IndexRecovery,
+        containers: ContainerStore,
     ) -> None:
         self.folder: Path = location.folder
         self._location = location
         self._raw = raw
+        self._settings = settings.index
         self._map_bytes = int(settings.index.map_bytes)
         self._names = entry_names_of(objects)
         self._domain = domain
         self._recovery = recovery
+        self._containers = containers.of(None)
 
     @property
     def are_missing(self) -> bool:
@@ -86,12 +90,9 @@ class IndexFiles:
 
     def open(self, *, read_only: bool) -> LmdbIndex:
         """Open the index. Raises IndexStale if a complete one has an older state of the store."""
-        with interrupts_wait():
-            from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
-
         self._warn_of_network()
         self._location.check_owner()
-        index = LmdbIndex(self.folder, self._domain, self._map_bytes, read_only=read_only, names=self._names())
+        index = self._make(self.folder, read_only=read_only)
         index.removal = partial(self._location.removal, index)
         try:
             self._check_state(index)
@@ -106,12 +107,36 @@ class IndexFiles:
                 f"index {self.folder}: has an older state of store {self._location.root}; run rebuild-index"
             )
 
-    def open_undurable(self, folder: Path) -> LmdbIndex:
-        """Open an index in another folder, durable only once it is complete."""
+    def _make(self, folder: Path, *, read_only: bool = False, durable: bool = True) -> LmdbIndex:
+        """Open an index of the kind that is set."""
+        if self._settings.kind == "exact":
+            return self._make_exact(folder, read_only=read_only, durable=durable)
+        with interrupts_wait():
+            from nearkin_shared.index.tablets.tablet_index import TabletIndex
+            from nearkin_shared.index.tablets.tablet_tables import TabletOptions
+
+        return TabletIndex(
+            folder,
+            self._domain,
+            self._map_bytes,
+            self._containers,
+            TabletOptions(int(self._settings.memory)),
+            read_only=read_only,
+            durable=durable,
+            names=self._names(),
+        )
+
+    def _make_exact(self, folder: Path, *, read_only: bool = False, durable: bool = True) -> LmdbIndex:
         with interrupts_wait():
             from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 
-        return LmdbIndex(folder, self._domain, self._map_bytes, durable=False, names=self._names())
+        return LmdbIndex(
+            folder, self._domain, self._map_bytes, read_only=read_only, durable=durable, names=self._names()
+        )
+
+    def open_listing(self, folder: Path) -> LmdbIndex:
+        """Open an index for listings in another folder, durable only once it is complete."""
+        return self._make_exact(folder, durable=False)
 
     def open_complete(self) -> LmdbIndex | str:
         """Return the complete index for writing, or why it must be rebuilt."""
@@ -141,7 +166,7 @@ class IndexFiles:
         """Build an index next to the present one; return a report and the token for `install`."""
         fresh = self._location.fresh
         remove_tree(fresh)
-        index = self.open_undurable(fresh)
+        index = self._make(fresh, durable=False)
         try:
             token = self._location.give_token(index, renew=renew_token)
             report = self._recovery.rebuild(index, progress)

@@ -56,8 +56,8 @@ class IndexHolder:
         self._containers = containers
         self._recovery = IndexRecovery(objects, containers, manifests, fingerprinter, settings.tenant)
         domain = fingerprinter(settings.tenant).domain
-        self._files = IndexFiles(location, raw, objects, settings, domain, self._recovery)
-        self._temporary = TemporaryIndex(location.root, self._files.open_undurable, self._recovery.fill_catalog)
+        self._files = IndexFiles(location, raw, objects, settings, domain, self._recovery, containers)
+        self._temporary = TemporaryIndex(location.root, self._files.open_listing, self._recovery.fill_catalog)
         self.lock_wait_seconds: float = 0.0
         """Minimum time for which the store's lock is waited for."""
         self._states = IndexStates()

@@ -46,7 +46,6 @@ REMOVED: Mapping[str, str] = {
     "gc.merge_block_bytes": "4MiB; 8MiB in the profile archive",
     "gc.merge_versions_min": "12; 8 in the profile archive",
     "gc.recompress_level": "9",
-    "index.backend": "lmdb",
     "ingest.dataref_bytes_max": "1024GiB",
     "ingest.retry_seconds": "3600",
     "ingest.value_bytes_max": "64MiB",
@@ -76,6 +75,7 @@ REPLACED: Mapping[str, str] = {
     "audit.reads": 'audit.records = "all" or "changes"',
     "base.try_all_candidates": 'profile = "archive"',
     "block.far_matches": 'profile = "archive"',
+    "index.backend": 'index.kind = "exact" or "tablets"',
 }
 """By dotted name: the setting to use instead."""
 

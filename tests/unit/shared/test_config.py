@@ -232,7 +232,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"chunker": {"algorithm": "cdc"}}, ['chunker.algorithm "cdc": choose', "fastcdc"]),
     ({"delta": {"codec": "gdelta"}}, ['delta.codec "gdelta": choose none, patch or xdelta3']),
     ({"base": {"policy": "best"}}, ['base.policy "best": choose first-fit']),
-    ({"index": {"backend": "lmdb"}}, ["index.backend: no longer a setting, but a constant (lmdb); remove it"]),
+    ({"index": {"backend": "lmdb"}}, ["index.backend: no longer a setting; set index.kind"]),
     ({"profile": "fast"}, ['profile "fast": choose archive, default or finesse-paper']),
     ({"profile": ["default"]}, ["profile", "['default']", "choose archive, default or finesse-paper"]),
     ({"delta": {"max_depth": 64}}, ['delta.max_depth "64"', "1 to 63"]),

@@ -11,7 +11,7 @@ Invariant: a table changes within the transaction that it is given, with the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -56,17 +56,28 @@ class EntryTables(Protocol):
     def find_removed(self, rows: Rows, removals: Mapping[str, Removals]) -> dict[str, U8]:
         """Return keys by table, among them all that name a removal: a preparation of `drop`."""
 
-    def drop(self, txn: Any, removals: Mapping[str, Removals], keys: Mapping[str, U8] | None) -> None:
-        """Remove entries by what they name; `keys`: the result of `find_removed` for these or more."""
+    def drop(
+        self, txn: Any, removals: Mapping[str, Removals], deleted: Collection[int], keys: Mapping[str, U8] | None
+    ) -> None:
+        """Remove entries by what they name; `keys`: the result of `find_removed` for these or more.
+
+        `deleted` containers are removed as a whole, and `removals` say so.
+        """
+
+    def on_renewed(self, txn: Any, container: int) -> None:
+        """Take note that a container was rewritten."""
 
     def on_written(self) -> None:
         """Take note that the transaction of the last `add` or `drop` is committed."""
+
+    def on_aborted(self) -> None:
+        """Take note that a transaction failed: what it added or dropped is not."""
 
     def close(self) -> None:
         """Release memory and threads. Idempotent."""
 
 
-class ExactTables:
+class ExactTables(EntryTables):
     """All entries in sorted runs."""
 
     marker = b""
@@ -98,15 +109,23 @@ class ExactTables:
         """Return the keys that name a removal: a scan of three tables."""
         return {table: find_keys(rows(table), removed, SHAPES[table].key_bytes) for table, removed in removals.items()}
 
-    def drop(self, txn: Any, removals: Mapping[str, Removals], keys: Mapping[str, U8] | None) -> None:
+    def drop(
+        self, txn: Any, removals: Mapping[str, Removals], _deleted: Collection[int], keys: Mapping[str, U8] | None
+    ) -> None:
         """Remove entries; without `keys` a scan of three tables."""
         for table, removed in removals.items():
             if removed:
                 is_gone = partial(is_removed, removals=removed)
                 self.runs[table].drop(txn, is_gone, None if keys is None else keys[table])
 
+    def on_renewed(self, _txn: Any, _container: int) -> None:
+        """Do nothing: no entry changed."""
+
     def on_written(self) -> None:
         """Do nothing: all is in the transaction."""
+
+    def on_aborted(self) -> None:
+        """Do nothing: all was in the transaction."""
 
     def close(self) -> None:
         """Do nothing: all is in the environment."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from struct import Struct
@@ -130,18 +130,29 @@ class LmdbIndex(LmdbCatalog):
         for claims in many:
             name = claims.directory.container.to_bytes(8, "big")
             summary_rows.append((name, encode_fields("containers", name, asdict(summarise(claims)))))
-        with self._writing(buffers=True) as txn:
+        with self._writing_entries() as txn:
             self._tables.add(txn, many)
             if summaries:
                 txn.cursor(self._containers).putmulti(summary_rows)
-        self._tables.on_written()
         self._release_pages(RESIDENT_BYTES_MAX)
+
+    @contextmanager
+    def _writing_entries(self) -> Iterator[Any]:
+        """Give a transaction that changes tables of entries too."""
+        try:
+            with self._writing(buffers=True) as txn:
+                yield txn
+        except BaseException:
+            self._tables.on_aborted()
+            raise
+        self._tables.on_written()
 
     def renew(self, summary: ContainerSummary) -> None:
         """Replace a container's summary."""
-        with self._writing() as txn:
+        with self._writing_entries() as txn:
             name = summary.container.to_bytes(8, "big")
             txn.put(name, encode_fields("containers", name, asdict(summary)), db=self._containers)
+            self._tables.on_renewed(txn, summary.container)
 
     def container_ids(self) -> U64:
         """Return the ids of all published containers, ascending."""
@@ -195,13 +206,12 @@ class LmdbIndex(LmdbCatalog):
         found = looked_up if isinstance(looked_up, RemovalLookup) else None
         if found is not None and not found.covers(self.last_written[0], self.container_ids(), removals):
             found = None
-        with self._writing(buffers=True) as txn:
-            self._tables.drop(txn, removals, None if found is None else found.keys)
+        with self._writing_entries() as txn:
+            self._tables.drop(txn, removals, containers, None if found is None else found.keys)
             for container in containers:
                 txn.delete(container.to_bytes(8, "big"), db=self._containers)
             if token:
                 txn.put(_REMOVAL, token.encode(), db=self._meta)
-        self._tables.on_written()
 
     def containers(self) -> Iterator[ContainerSummary]:
         """Yield the summary of each published container, in stream order."""
@@ -327,8 +337,8 @@ class LmdbIndex(LmdbCatalog):
 
     def close(self) -> None:
         """Release tables and environment. Idempotent."""
-        self._tables.close()
         super().close()
+        self._tables.close()
 
     def keep_removal_token(self, token: str) -> None:
         """Set the token of the last removal, in an index made from all objects."""

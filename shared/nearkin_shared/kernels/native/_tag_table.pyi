@@ -18,7 +18,7 @@ FILTER_BITS_MAX: Final[int]
 class TagTable:
     """Bucketised cuckoo filter with 4 entries of 5 bytes a bucket, each with a container's number.
 
-    At most 0.95 full; a partition that fills up grows by an eighth, so an entry takes 5.3 to 5.9 bytes. `filter_bits`
+    At most 0.95 full; a partition that fills up grows by a twelfth, so an entry takes 5.3 to 5.7 bytes. `filter_bits`
     (8 to 24) bounds the bits of a tag that are compared beyond its bucket; an entry has as many as its container's
     number leaves, 15 or more up to 10^9 entries of containers with 100 chunks or more.
     """

@@ -1,6 +1,6 @@
 """Tags to containers. Invariant: an entry names its hash's first bits exactly; no entry is lost but those counted in `dropped`.
 
-    partition       first 8 bits of a tag; each grows by an eighth of its buckets, on its own
+    partition       first 8 bits of a tag; each grows by a twelfth of its buckets, on its own
     bucket          4 entries of 5 bytes, 0: free        the next bits, h: bucket h * buckets >> hash_bits
     entry           rest of h | in its second bucket 1 | container number + 1, number_bits
 
@@ -40,6 +40,7 @@ cdef enum:
     HASH_BITS = 36  # with BUCKETS_MAX the product of both fits 64 bits
     REST_BITS_MIN = 6  # below it second buckets are too few for a full table
     KICKS_MAX = 500
+    BUCKETS_TRIED = 64  # of fewer a tag's two are often one, so that chance fills them
     AHEAD = 16
     PAD_BYTES = 3  # an entry is read as 8 bytes
 
@@ -157,7 +158,7 @@ cdef inline uint64_t hash_back(const Partition *p, uint32_t bucket, uint64_t ent
 
 
 cdef inline uint32_t larger(uint32_t buckets) noexcept nogil:
-    return buckets + (buckets // 8 if buckets // 8 > 4 else 4)
+    return buckets + (buckets // 12 if buckets // 12 > 4 else 4)
 
 
 cdef int rebuild(Partition *p, uint32_t buckets, uint32_t number_bits, uint64_t left_hash, uint64_t left, uint64_t *dropped) noexcept nogil:
@@ -213,8 +214,8 @@ cdef int rebuild(Partition *p, uint32_t buckets, uint32_t number_bits, uint64_t 
 
 
 cdef inline bint is_last(const Partition *fresh, uint64_t entries) noexcept nogil:
-    """Whether more buckets would not help: half the slots are free, or there are no more buckets."""
-    return entries * 2 < <uint64_t>fresh.buckets * BUCKET_ENTRIES or fresh.buckets == MOST_BUCKETS or rest_bits(fresh) <= REST_BITS_MIN
+    """Whether more buckets would not help: half the slots of many are free, or there are no more buckets."""
+    return (fresh.buckets >= BUCKETS_TRIED and entries * 2 < <uint64_t>fresh.buckets * BUCKET_ENTRIES) or fresh.buckets == MOST_BUCKETS or rest_bits(fresh) <= REST_BITS_MIN
 
 
 cdef int put(Partition *p, uint64_t tag, uint64_t number, uint64_t *dropped) noexcept nogil:

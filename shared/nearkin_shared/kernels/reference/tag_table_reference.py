@@ -25,6 +25,7 @@ HEADER: Final = np.dtype(
 _BUCKETS_MIN, _BUCKET_ENTRIES, _ENTRY_BYTES = 4, 4, 5
 _ENTRY_BITS, _HASH_BITS, _REST_BITS_MIN, _NUMBER_BITS_MAX = 40, 36, 6, 30
 _KICKS_MAX = 500
+_BUCKETS_TRIED = 64
 _MASK = (1 << 64) - 1
 
 
@@ -53,7 +54,8 @@ class _Partition:
 
     def is_last(self, entries: int) -> bool:
         """Return whether more buckets would not help."""
-        return entries * 2 < self.buckets * _BUCKET_ENTRIES or not self.can_grow
+        is_half_free = self.buckets >= _BUCKETS_TRIED and entries * 2 < self.buckets * _BUCKET_ENTRIES
+        return is_half_free or not self.can_grow
 
     def place(self, hashed: int) -> tuple[int, int]:
         """Return (bucket, rest) of a hash."""
@@ -251,7 +253,7 @@ class TagTable:
         if not isinstance(data, bytes | bytearray | memoryview) or len(data) < HEADER.itemsize:
             raise BadInput(f"partition {partition}: {type(data).__name__}: needs at least {HEADER.itemsize} bytes")
         header = np.frombuffer(data, HEADER, 1)[0]
-        loaded = _Partition(*(int(header[name]) for name in ("buckets", "hash_bits", "number_bits")))
+        loaded = _Partition(int(header["buckets"]), int(header["hash_bits"]), int(header["number_bits"]))
         loaded.entries = int(header["entries"])
         size_bytes = HEADER.itemsize + loaded.buckets * _BUCKET_ENTRIES * _ENTRY_BYTES
         fits = not header["zero"] and len(data) == size_bytes
@@ -289,7 +291,7 @@ def _hash_of(partition: _Partition, tag: int) -> int:
 
 
 def _larger(buckets: int) -> int:
-    return buckets + max(buckets // 8, 4)
+    return buckets + max(buckets // 12, 4)
 
 
 def _check_bounds(what: str, value: object, lowest: int, highest: int) -> None:

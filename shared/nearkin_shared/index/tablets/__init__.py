@@ -1,0 +1,1 @@
+"""Index that finds chunks through the directories of their containers."""

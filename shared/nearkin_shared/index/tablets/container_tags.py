@@ -1,0 +1,144 @@
+"""Numbered containers and the tags of their entries, in memory.
+
+Invariant: numbers ascend in the order of publication, so that of several containers the lowest number was the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearkin_shared.errors import RetryableError
+from nearkin_shared.index.tablets.tag_snapshot import TagSnapshot
+from nearkin_shared.kernels.tag_table import NUMBER_MAX, TagTable
+from nearkin_shared.types import U64, distinct
+
+_IDS_MIN = 64
+_BYTES_A_NUMBER = 24
+_BYTES_A_RECENT = 100
+RECENT_MAX = 4096
+"""Containers that are found by a dict, at 100 bytes each, until they are merged into the sorted ids, at 16."""
+
+
+class ContainerTags:
+    """Tags of containers that have a number."""
+
+    def __init__(self, filter_bits: int, snapshot: TagSnapshot | None = None) -> None:
+        self.table: TagTable = TagTable(filter_bits) if snapshot is None else snapshot.tags
+        found = np.zeros(0, np.uint64) if snapshot is None else snapshot.ids
+        self._count = len(found)
+        self._ids: U64 = np.zeros(max(_IDS_MIN, self._count), np.uint64)
+        self._ids[: self._count] = found
+        self._live = int(np.count_nonzero(found))
+        self._recent: dict[int, int] = {}
+        self._sorted: U64 = np.zeros(0, np.uint64)
+        self._numbers: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._merge()
+
+    def _merge(self) -> None:
+        """Sort the ids of all containers."""
+        numbers = np.flatnonzero(self._ids[: self._count])
+        order = np.argsort(self._ids[numbers], kind="stable")
+        self._numbers = numbers[order]
+        self._sorted = self._ids[self._numbers]
+        self._recent.clear()
+
+    def _number(self, container: int) -> int | None:
+        """Return the number of a container that has one."""
+        number = self._recent.get(container)
+        if number is None:
+            at = int(np.searchsorted(self._sorted, np.uint64(container)))
+            if at < len(self._sorted) and self._sorted[at] == container:
+                number = int(self._numbers[at])
+        return number if number is not None and self._ids[number] == container else None
+
+    def __contains__(self, container: int) -> bool:
+        return self._number(container) is not None
+
+    def __len__(self) -> int:
+        return self._live
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the bytes of tags and numbers."""
+        return int(self.table.nbytes) + self._count * _BYTES_A_NUMBER + len(self._recent) * _BYTES_A_RECENT
+
+    @property
+    def snapshot(self) -> TagSnapshot:
+        """Return what a snapshot keeps."""
+        return TagSnapshot(self.table, self._ids[: self._count])
+
+    def containers(self) -> Collection[int]:
+        """Return the ids of all containers."""
+        ids = self._ids[: self._count]
+        found: list[int] = ids[ids > 0].tolist()
+        return found
+
+    def add(self, container: int) -> None:
+        """Number a container, unless it has a number.
+
+        Raises: RetryableError, above the highest number.
+        """
+        if container in self:
+            return
+        if self._count > NUMBER_MAX:
+            raise RetryableError(f"index: {self._count} containers were numbered; run rebuild-index")
+        if self._count == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros(len(self._ids), np.uint64)])
+        self._ids[self._count] = container
+        self._recent[container] = self._count
+        self._count += 1
+        self._live += 1
+        if len(self._recent) > max(RECENT_MAX, self._count // 64):
+            self._merge()
+
+    def put(self, container: int, tags: U64) -> None:
+        """Add tags of a numbered container."""
+        number = self._number(container)
+        assert number is not None
+        self.table.put_many(tags, number)
+
+    def remove(self, container: int, tags: U64) -> None:
+        """Remove tags of a container, if it has a number."""
+        number = self._number(container)
+        if number is not None and len(tags):
+            self.table.remove_many(tags, number)
+
+    def retire(self, containers: Collection[int]) -> None:
+        """Remove containers: what is left of their tags names none."""
+        for container in containers:
+            number = self._number(container)
+            if number is not None:
+                self._ids[number] = 0
+                self._live -= 1
+
+    def purge(self, containers: Collection[int]) -> None:
+        """Remove containers with all their tags, in time proportional to the table."""
+        numbers = [number for container in containers if (number := self._number(container)) is not None]
+        self.table.remove_containers(np.array(numbers, np.uint32))
+        self.retire(containers)
+
+    def candidates(self, tags: U64) -> tuple[NDArray[np.int64], U64]:
+        """Return (rows, containers): containers that may have a tag, by row, the first published first."""
+        rows, numbers = self.table.candidates(tags)
+        if not len(rows):
+            return rows, np.zeros(0, np.uint64)
+        is_numbered = numbers < self._count  # a foreign snapshot may have others
+        rows, containers = rows[is_numbered], self._ids[numbers[is_numbered]]
+        return rows[containers > 0], containers[containers > 0]
+
+    def first_published(self, containers: U64) -> list[int]:
+        """Return different containers in the order of their publication."""
+        different: list[int] = distinct(containers).tolist()
+        return (
+            sorted(different, key=lambda container: self._number(container) or 0) if len(different) > 1 else different
+        )
+
+    def successor(self, container: int) -> int | None:
+        """Return the container published after one, if it is still there."""
+        number = self._number(container)
+        if number is None or number + 1 >= self._count:
+            return None
+        return int(self._ids[number + 1]) or None

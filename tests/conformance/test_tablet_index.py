@@ -1,0 +1,289 @@
+"""Test the index kind `tablets`: its contract, its snapshot, and what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nearkin_shared.errors import Corrupt, StoreUnavailable
+from nearkin_shared.formats.directory import Directory
+from nearkin_shared.index.container_entries import ContainerEntries
+from nearkin_shared.index.tablets import tablet_tables
+from nearkin_shared.index.tablets.tablet_cache import CachePolicy
+from nearkin_shared.index.tablets.tablet_index import TabletIndex
+from nearkin_shared.index.tablets.tablet_tables import TabletOptions
+from nearkin_shared.index.tablets.tag_snapshot import FILE_NAME
+from nearkin_shared.types import ContainerId
+from tests.support.conformance import IndexContract
+from tests.support.conformance.index_contract import (
+    FIRST,
+    SECOND,
+    chunk_names,
+    claims,
+    first_claims,
+    ids,
+    rows,
+    second_claims,
+)
+from tests.support.data import samples
+
+CONTAINERS = 20
+
+
+class Shelf:
+    """Directories of published containers, as a container store has them."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, Directory] = {}
+        self.reads: list[int] = []
+
+    def directory(self, container: ContainerId) -> Directory:
+        self.reads.append(container)
+        if container not in self.stored:
+            raise Corrupt(f"container {container:016x}: missing")
+        return self.stored[container]
+
+
+class ShelvedIndex(TabletIndex):
+    """Index whose containers are on the shelf before they are published, as a writer does it."""
+
+    def __init__(self, folder: Path, shelf: Shelf, **options: Any) -> None:
+        self.shelf = shelf
+        super().__init__(folder, samples.DOMAIN, 64 << 20, shelf, **options)
+
+    def publish_many(self, many: Sequence[ContainerEntries], *, summaries: bool = True) -> None:
+        for claimed in many:
+            self.shelf.stored[claimed.directory.container] = claimed.directory
+        super().publish_many(many, summaries=summaries)
+
+
+class TestTabletIndex(IndexContract):
+    @pytest.fixture
+    def index(self, tmp_path: Path) -> Iterator[TabletIndex]:
+        index = ShelvedIndex(tmp_path / "index", Shelf())
+        yield index
+        index.close()
+
+
+class TestTabletIndexWithoutCache(IndexContract):
+    """Each lookup reads the directories that it needs."""
+
+    @pytest.fixture
+    def index(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TabletIndex]:
+        monkeypatch.setattr(tablet_tables, "CACHE_BYTES_MIN", 1)
+        options = TabletOptions(1, CachePolicy.SINGLE, 8)
+        index = ShelvedIndex(tmp_path / "index", Shelf(), options=options)
+        yield index
+        index.close()
+
+
+def container_of(number: int) -> ContainerEntries:
+    return claims(
+        ContainerId((5 << 40) + number),
+        [f"{number}.{i}" for i in range(30)],
+        [f"g{number}", f"h{number}"],
+        [[number * 30 + i + 1] for i in range(30)],
+    )
+
+
+def fill(index: TabletIndex, containers: int = CONTAINERS) -> None:
+    index.publish_many([container_of(number) for number in range(containers)])
+
+
+def names_of(number: int) -> Any:
+    return container_of(number).directory.chunks.names
+
+
+@pytest.mark.parametrize("policy", list(CachePolicy))
+def test_known_stream_reads_each_directory_once(tmp_path: Path, policy: CachePolicy) -> None:
+    """In stream order, under every policy; names that nothing has read none."""
+    shelf = Shelf()
+    index = ShelvedIndex(tmp_path / "index", shelf, options=TabletOptions(policy=policy))
+    fill(index)
+    index._tablet_tables.tablets.clear()
+    shelf.reads.clear()
+    absent = np.concatenate([names_of(number) for number in range(100, 140)])
+    assert not index.locate_chunks(absent)[1].any()
+    assert shelf.reads == []
+    for number in range(CONTAINERS):
+        found = rows(index.locate_chunks(names_of(number)))
+        assert found == [((5 << 40) + number, i) for i in range(30)]
+    index.close()  # waits for what is read ahead
+    assert sorted(set(shelf.reads)) == sorted(shelf.stored)
+    assert len(shelf.reads) <= CONTAINERS + (CONTAINERS if policy is CachePolicy.PREFETCH else 0)
+
+
+def test_reopened_index_reads_new_directories_alone(tmp_path: Path) -> None:
+    """The snapshot has the others, and the index finds all."""
+    shelf = Shelf()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    fill(index)
+    index.close()
+    assert (tmp_path / "index" / FILE_NAME).stat().st_mode & 0o777 == 0o600
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    index.publish(first_claims())
+    shelf.reads.clear()
+    index.close()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    assert rows(index.locate_segments(ids("s1"))) == [(FIRST, 0)]
+    assert set(shelf.reads) == {FIRST}
+    assert rows(index.locate_chunks(names_of(7)[:1])) == [((5 << 40) + 7, 0)]
+    index.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "longer", "empty", "lost", "other state", "bomb"])
+def test_damaged_snapshot_is_read_from_directories(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever happened to the file, the answers are the same."""
+    shelf = Shelf()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    fill(index)
+    index.close()
+    path = tmp_path / "index" / FILE_NAME
+    data = bytearray(path.read_bytes())
+    match damage:
+        case "flip":
+            data[len(data) // 2] ^= 4
+        case "cut":
+            del data[-100:]
+        case "longer":
+            data += b"0"
+        case "empty":
+            data.clear()
+        case "other state":
+            data[8] ^= 1
+        case "bomb":
+            data[24:32] = (1 << 29).to_bytes(8, "little")
+    path.unlink()
+    if damage != "lost":
+        path.write_bytes(data)
+    shelf.reads.clear()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    for number in range(CONTAINERS):
+        assert index.locate_chunks(names_of(number))[1].all()
+    assert set(shelf.reads) == set(shelf.stored)
+    assert ("tags are read" in caplog.text) == (damage not in ("lost", "other state"))
+    index.close()
+    shelf.reads.clear()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    assert not index.locate_chunks(chunk_names("zz"))[1].any()
+    assert shelf.reads == []
+    index.close()
+
+
+@pytest.mark.parametrize("is_looked_up", [True, False])
+@pytest.mark.parametrize("is_reopened", [True, False])
+def test_withdrawn_entries_are_not_found(tmp_path: Path, is_looked_up: bool, is_reopened: bool) -> None:
+    """Nor after the index was opened again, although directory and snapshot have them."""
+    shelf = Shelf()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    fill(index)
+    index.close()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    first, second, third = ((5 << 40) + number for number in range(3))
+    chunks = {first: np.arange(0, 30, 2, dtype=np.uint32), second: None, third: None}
+    segments = {first: np.array([1], np.uint32)}
+    found = index.look_up(chunks, segments) if is_looked_up else None
+    index.withdraw(chunks, segments, [second], found)
+    del shelf.stored[second]
+    if is_reopened:
+        index.close()
+        index = ShelvedIndex(tmp_path / "index", shelf)
+    assert index.locate_chunks(names_of(0))[1].tolist() == [False, True] * 15
+    assert not index.locate_chunks(np.concatenate([names_of(1), names_of(2)]))[1].any()
+    assert rows(index.locate_segments(ids("g0", "h0", "g1", "g2", "g3"))) == [
+        (first, 0), None, None, None, ((5 << 40) + 3, 0)
+    ]  # fmt: skip
+    assert second not in index.container_ids()
+    assert third in index.container_ids()
+    assert len(index.entries()["chunks"]) == (CONTAINERS - 3) * 30 + 15
+    index.close()
+
+
+def test_restored_entries_are_found_despite_older_snapshot(tmp_path: Path) -> None:
+    """A repaired container is published again; the process dies before it saves the tags."""
+    shelf = Shelf()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    fill(index)
+    before = index.entries()
+    index.withdraw({5 << 40: None}, {}, [])
+    index.close()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    index.publish_many([container_of(0)], summaries=False)
+    index._tablet_tables._is_read_only = True  # saves nothing
+    index.close()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    entries = index.entries()
+    assert all(entries[table] == before[table] for table in ("chunks", "segments", "features"))
+    index.close()
+
+
+def test_failed_publication_leaves_no_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an aborted transaction would have added is not found."""
+    index = ShelvedIndex(tmp_path / "index", Shelf())
+    index.publish(first_claims())
+
+    def fail(*_: object) -> None:
+        raise OSError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tablet_tables, "add_features", fail)
+        with pytest.raises(OSError, match="full"):
+            index.publish(second_claims())
+    assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), None]
+    index.publish(second_claims())
+    assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), (SECOND, 1)]
+    index.close()
+
+
+def test_other_process_sees_changes_of_the_writer(tmp_path: Path) -> None:
+    """A reader that has loaded the tags learns of publication and withdrawal."""
+    shelf = Shelf()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    index.publish(first_claims())
+    reader = ShelvedIndex(tmp_path / "index", shelf, read_only=True)
+    assert rows(reader.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), None]
+    index.publish(second_claims())
+    assert rows(reader.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), (SECOND, 1)]
+    index.withdraw({FIRST: np.array([0], np.uint32)}, {}, [])
+    assert rows(reader.locate_chunks(chunk_names("a", "dddd"))) == [None, (SECOND, 1)]
+    reader.close()
+    index.close()
+
+
+def test_missing_directory_is_not_found_and_outage_is_raised(tmp_path: Path) -> None:
+    """A container that is gone has no chunks; a store that does not answer says nothing (I10)."""
+    shelf = Shelf()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    index.publish(first_claims())
+    index._tablet_tables.tablets.clear()
+    directory = shelf.stored.pop(FIRST)
+    assert rows(index.locate_chunks(chunk_names("a"))) == [None]
+    shelf.stored[FIRST] = directory
+
+    def unavailable(_: int) -> Directory:
+        raise StoreUnavailable("no answer")
+
+    shelf.directory = unavailable  # type: ignore[assignment, method-assign]
+    with pytest.raises(StoreUnavailable, match="no answer"):
+        index.locate_chunks(chunk_names("a"))
+    del shelf.directory
+    assert rows(index.locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
+    index.close()
+
+
+def test_bound_on_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tablets leave when the bound is reached, and lookups stay right."""
+    monkeypatch.setattr(tablet_tables, "CACHE_BYTES_MIN", 10_000)
+    index = ShelvedIndex(tmp_path / "index", Shelf(), options=TabletOptions(memory_bytes=10_000))
+    fill(index, 60)
+    assert index._tablet_tables.tablets.used_bytes <= 10_000
+    for number in range(60):
+        assert index.locate_chunks(names_of(number))[1].all()
+    assert index._tablet_tables.tablets.used_bytes <= 10_000
+    index.close()
