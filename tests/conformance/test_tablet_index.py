@@ -224,7 +224,7 @@ def test_restored_entries_are_found_despite_older_snapshot(tmp_path: Path) -> No
 
 
 def test_failed_publication_leaves_no_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an aborted transaction would have added is not found."""
+    """The entries of an aborted transaction are not found."""
     index = ShelvedIndex(tmp_path / "index", Shelf())
     index.publish(first_claims())
 
@@ -257,7 +257,7 @@ def test_other_process_sees_changes_of_the_writer(tmp_path: Path) -> None:
 
 
 def test_missing_directory_is_not_found_and_outage_is_raised(tmp_path: Path) -> None:
-    """A container that is gone has no chunks; a store that does not answer says nothing (I10)."""
+    """A missing container has no chunks; an unreachable store is an error (I10)."""
     shelf = Shelf()
     index = ShelvedIndex(tmp_path / "index", shelf)
     index.publish(first_claims())

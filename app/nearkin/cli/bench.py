@@ -5,9 +5,11 @@ Invariant: an argument that can be refused is refused before a corpus is fetched
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -34,6 +36,7 @@ def bench() -> None:
     nearkin bench store --corpus /backups/db --runs 3
     nearkin bench pairs --corpus mutated             # feature algorithms and delta codecs
     nearkin bench kernels                            # single functions, by OpenSSL's SHA-1
+    nearkin bench index                              # memory and speed of kinds of index
     nearkin bench trees                              # back up ten weekly states of a folder: restic, borg, kopia
 
     Each writes a table (Markdown), a record (JSON) and a chart (SVG, PNG) to the folder of --out.
@@ -291,6 +294,44 @@ def trees(peers: str | None, **given: Any) -> None:
         return trees_suite.run(corpora, tools, plan, work=asked.work, save=save)
 
     _run("trees", asked, None, measure)
+
+
+@bench.command()
+@click.option(
+    "--chunks", metavar="N,...", default="100000,1000000", help="Numbers of chunks [100000,1000000], such as 1e7."
+)
+@click.option("--kinds", metavar="NAME,...", default="exact,tablets", help="exact, tablets, tags [exact,tablets].")
+@click.option("--core", metavar="N", type=click.IntRange(0, 4095), help="The core that all of it runs on [any].")
+@_work_option
+@json_option
+def index(chunks: str, kinds: str, core: int | None, work: Path | None) -> None:
+    """Fill kinds of index with generated chunks: memory, disk, lookups, opening.
+
+    nearkin bench index --chunks 1e6,1e7
+    nearkin bench index --chunks 1e9 --kinds tags      # the tag table of `index.kind = "tablets"` alone
+
+    Prints a Markdown table, or with --json one line a row. `known`: names of a stream in the order of storing, new:
+    names that no index has. Times are CPU microseconds of one chunk; those of `cold` are wall time, after the files
+    of the index left the page cache.
+    """
+    from nearkin.lab.suites import index_suite
+
+    counts = [_count_of(word) for word in chunks.split(",")]
+    rows = []
+    for figures in index_suite.run(counts, kinds.split(","), core, work):
+        rows.append(figures)
+        if current_session().as_json:
+            click.echo(json.dumps(asdict(figures)))
+    if not current_session().as_json:
+        click.echo(index_suite.table_of(rows))
+
+
+def _count_of(word: str) -> int:
+    """Return a whole number, which may be written as 1e9."""
+    try:
+        return int(float(word))
+    except (ValueError, OverflowError) as err:
+        raise BadInput(f'--chunks "{word}": want numbers, such as 1000000 or 1e6') from err
 
 
 def _run(

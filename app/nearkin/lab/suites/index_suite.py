@@ -54,7 +54,10 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(slots=True)
 class IndexFigures:
-    """Figures of one kind at one number of chunks; microseconds are CPU time of one chunk or name."""
+    """Figures of one kind at one number of chunks.
+
+    Microseconds are CPU time of one chunk or name.
+    """
 
     kind: str
     chunks: int
@@ -259,7 +262,10 @@ def _check(answer: tuple[Locations, Bools], first: int) -> None:
 
 
 def _measure_open(kind: str, folder: Path, figures: IndexFigures, containers: int) -> float:
-    """Open an index that is not in the page cache; return the CPU seconds up to the first answer."""
+    """Open an index that is not in the page cache.
+
+    Return the CPU seconds up to the first answer.
+    """
     for path in folder.iterdir():
         _drop_pages(path)
     began = time.process_time()

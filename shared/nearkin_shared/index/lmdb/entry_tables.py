@@ -39,7 +39,10 @@ class EntryTables(Protocol):
 
     @property
     def marker(self) -> bytes:
-        """Return what distinguishes a complete index with these tables; an index of another kind is rebuilt."""
+        """Return what distinguishes a complete index with these tables.
+
+        An index of another kind is rebuilt.
+        """
 
     def locate(self, txn: Any, table: str, keys: U8) -> tuple[Locations, Bools]:
         """Return (locations, found) for uint8[n, width] keys, n > 0; rows not found are zeros."""
@@ -54,12 +57,12 @@ class EntryTables(Protocol):
         """Add the entries of containers, in order; the first entry of a key stays."""
 
     def find_removed(self, rows: Rows, removals: Mapping[str, Removals]) -> dict[str, U8]:
-        """Return keys by table, among them all that name a removal: a preparation of `drop`."""
+        """Return keys by table, among them all that name a removal; prepares `drop`."""
 
     def drop(
         self, txn: Any, removals: Mapping[str, Removals], deleted: Collection[int], keys: Mapping[str, U8] | None
     ) -> None:
-        """Remove entries by what they name; `keys`: the result of `find_removed` for these or more.
+        """Remove entries by location; `keys`: the result of `find_removed` for these or more.
 
         `deleted` containers are removed as a whole, and `removals` say so.
         """
@@ -71,7 +74,7 @@ class EntryTables(Protocol):
         """Take note that the transaction of the last `add` or `drop` is committed."""
 
     def on_aborted(self) -> None:
-        """Take note that a transaction failed: what it added or dropped is not."""
+        """Take note that a transaction failed, and its changes with it."""
 
     def close(self) -> None:
         """Release memory and threads. Idempotent."""

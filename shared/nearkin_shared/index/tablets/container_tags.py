@@ -67,7 +67,7 @@ class ContainerTags:
 
     @property
     def snapshot(self) -> TagSnapshot:
-        """Return what a snapshot keeps."""
+        """Return the content of a snapshot."""
         return TagSnapshot(self.table, self._ids[: self._count])
 
     def containers(self) -> Collection[int]:
@@ -107,7 +107,7 @@ class ContainerTags:
             self.table.remove_many(tags, number)
 
     def retire(self, containers: Collection[int]) -> None:
-        """Remove containers: what is left of their tags names none."""
+        """Remove containers; tags that are left of them have no container."""
         for container in containers:
             number = self._number(container)
             if number is not None:
@@ -121,7 +121,10 @@ class ContainerTags:
         self.retire(containers)
 
     def candidates(self, tags: U64) -> tuple[NDArray[np.int64], U64]:
-        """Return (rows, containers): containers that may have a tag, by row, the first published first."""
+        """Return (rows, containers): containers that may have a tag, by row.
+
+        The first published is first.
+        """
         rows, numbers = self.table.candidates(tags)
         if not len(rows):
             return rows, np.zeros(0, np.uint64)

@@ -1,8 +1,8 @@
-"""Tablets: the names of one container, read from its directory and kept within a bound in bytes.
+"""Keep tablets, the names of one container each, within a bound in bytes.
 
     names in stream order -> sorted by tag: a batch of names is found with one bisection
 
-Invariant: a cached tablet has the names that its container had when it was read; who changes them drops it.
+Invariant: a cached tablet has the names that its container had when it was read; a change drops it.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class TabletCache:
             self._ahead.submit(self._try_load, container)
 
     def _try_load(self, container: int) -> None:
-        with suppress(NearkinError):  # reported to who needs it
+        with suppress(NearkinError):  # a lookup that needs it raises the error
             if self._cached(container) is None:
                 self._load(container)
 

@@ -34,7 +34,10 @@ class TabletIndex(LmdbIndex):
         durable: bool = True,
         names: EntryNames = PLAIN_NAMES,
     ) -> None:
-        """Open the index; `directories` are those of all containers of the store, whatever their dedup domain."""
+        """Open the index.
+
+        `directories` are those of all containers of the store, whatever their dedup domain.
+        """
         tables = partial(TabletTables, folder=folder, directories=directories, options=options, read_only=read_only)
         super().__init__(folder, domain, map_bytes, read_only=read_only, durable=durable, names=names, tables=tables)
 
@@ -42,6 +45,11 @@ class TabletIndex(LmdbIndex):
     def memory_bytes(self) -> int:
         """Return the bytes of tags and tablets in memory."""
         return self._tablet_tables.memory_bytes
+
+    @property
+    def tablet_bytes(self) -> int:
+        """Return the bytes of tablets in memory."""
+        return self._tablet_tables.tablets.used_bytes
 
     @property
     def tag_bytes(self) -> int:

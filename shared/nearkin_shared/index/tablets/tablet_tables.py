@@ -52,7 +52,7 @@ _ALL = np.array([0xFFFFFFFF], np.uint32)
 CACHE_BYTES_MIN = 8 * MIB
 """Memory for tablets if the tags take all of `index.memory`."""
 TAG_BITS_MIN = 12
-"""A table whose entries have fewer bits is not saved: read from the directories anew, they have more."""
+"""A table whose entries have fewer bits is not saved: read from the directories again, they have more."""
 UNSAVED_MIN, UNSAVED_SHARE = 16, 128
 """A closed index saves its tags after so many new containers, or one in so many: to read the directory of one takes as
 long as to write the tags of a hundred."""
@@ -278,7 +278,10 @@ class TabletTables(EntryTables):
         add_features(txn, self._features, many)
 
     def _add_container(self, txn: Any, tags: ContainerTags, claims: ContainerEntries) -> bool:
-        """Add the entries of one container; return whether it had been published without some of them."""
+        """Add the entries of one container.
+
+        Return whether it had been published without some of them.
+        """
         container, ordinals = int(claims.directory.container), claims.findable
         is_known = container in tags
         names = claims.directory.chunks.names[ordinals]
@@ -329,7 +332,7 @@ class TabletTables(EntryTables):
             txn.delete(_key(container), db=self._hidden_db)
 
     def find_removed(self, rows: Rows, removals: Mapping[str, Removals]) -> dict[str, U8]:
-        """Return the names of removed chunks, read from directories, and the keys of super-features."""
+        """Return names of removed chunks, from directories, and keys of super-features."""
         names = [np.zeros((0, NAME_BYTES), np.uint8)]
         for container, ordinals in removals["chunks"].items():
             try:
@@ -338,7 +341,7 @@ class TabletTables(EntryTables):
                 continue
             names.append(found if ordinals is None else found[ordinals[ordinals < len(found)]])
         features = find_keys(rows("features"), removals["features"], SHAPES["features"].key_bytes)
-        segments = np.zeros((0, SEGMENT_ID_BYTES), np.uint8)  # `drop` has them at hand
+        segments = np.zeros((0, SEGMENT_ID_BYTES), np.uint8)  # `drop` reads them
         return {"chunks": np.concatenate(names), "segments": segments, "features": features}
 
     def drop(
@@ -419,7 +422,7 @@ class TabletTables(EntryTables):
                 self._save(UNSAVED_OPEN_MIN)
 
     def on_aborted(self) -> None:
-        """Read all again: memory has what the transaction would have written."""
+        """Read all again: memory has the entries of the failed transaction."""
         with self._lock:
             self._tags = self._written = None
 

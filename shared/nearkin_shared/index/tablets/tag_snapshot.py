@@ -1,4 +1,4 @@
-"""Snapshot of a tag table: a file beside the index, from which the table is loaded at open.
+"""Save a tag table in a file of the index folder, and load it at open.
 
 docs/internals/formats/tag-snapshot.md has the bytes.
 
@@ -48,7 +48,9 @@ class _Damaged(Exception):
 
 
 def write_snapshot(folder: Path, state: bytes, snapshot: TagSnapshot) -> None:
-    """Replace the snapshot of an index's folder; `state`: 16 bytes that name the state of the index.
+    """Replace the snapshot of an index's folder.
+
+    `state`: 16 bytes that name the state of the index.
 
     Raises: OSError.
     """

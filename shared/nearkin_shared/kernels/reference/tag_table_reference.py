@@ -1,4 +1,6 @@
-"""Define the table from tags to container numbers in plain Python: entries and saved bytes are those of the kernel.
+"""Define the table from tags to container numbers in plain Python.
+
+Entries and saved bytes are those of the kernel.
 
 Invariant: a bucket and the rest of an entry give the entry's hash back.
 """
