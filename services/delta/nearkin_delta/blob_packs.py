@@ -19,6 +19,8 @@ from nearkin_shared.storage.staged_packs import PackRemover, pack_name
 
 BLOBS_MAX = 4096
 """Blobs of a partition whose packs are known; the gateways delete the packs of others by age."""
+NAMES_MAX = 256
+"""Packs of a blob whose names are kept, 2 GiB of it; those of a larger one are found by listing."""
 
 
 @dataclass(slots=True)
@@ -26,10 +28,18 @@ class _Blob:
     """Packs of a blob whose end has not arrived."""
 
     is_whole: bool
-    """All references to its packs were seen by this worker."""
+    """All references to its packs were seen by this worker, and `names` has them."""
     names: dict[str, None] = field(default_factory=dict)
     missing: str | None = None
     """Name of a pack that did not exist."""
+
+    def add(self, packs: Iterable[Pack]) -> None:
+        """Keep the names of packs, unless there are too many."""
+        if self.is_whole:
+            self.names.update(dict.fromkeys(map(pack_name, packs)))
+        if len(self.names) > NAMES_MAX:
+            self.is_whole = False
+            self.names.clear()
 
 
 class BlobPacks:
@@ -48,7 +58,7 @@ class BlobPacks:
             if len(blobs) >= BLOBS_MAX:
                 del blobs[next(iter(blobs))]
             blob = blobs[envelope.blob] = _Blob(is_whole=envelope.position == 0)
-        blob.names.update(dict.fromkeys(map(pack_name, packs)))
+        blob.add(packs)
         blob.missing = blob.missing or missing
 
     def end(self, partition: int, offset: int, envelope: Envelope) -> str | None:
@@ -65,8 +75,7 @@ class BlobPacks:
         while ended and ended[0][0] < offset:
             _, name, blob = ended.popleft()
             if blob.is_whole:
-                for pack in blob.names:
-                    self._remover.remove(pack)
+                self._remover.remove(*blob.names)
             else:
                 self._remover.remove_all(name)
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, Event
 
 import numpy as np
 from blake3 import blake3
@@ -38,7 +38,7 @@ FOLDER = "staging"
 PACK_BYTES = 8 * MIB
 """Size of a pack: a put and a get of S3 for each, 0.71 dollars for 1 TiB; an upload has up to three in memory."""
 DELETIONS_MAX = 1024
-"""Deletions that wait."""
+"""Deletions that wait, each of one pack or of all packs of a blob."""
 _NAME = re.compile(rf"{FOLDER}/([0-9a-f]{{12}})-([0-9a-f]{{32}})-[0-9a-f]{{16}}")
 
 
@@ -118,34 +118,39 @@ class PackRemover:
         self._objects = objects
         self._thread = ThreadPoolExecutor(1, "nearkin-staging")
         self._room = BoundedSemaphore(DELETIONS_MAX)
+        self._closing = Event()
 
-    def remove(self, name: str) -> None:
-        """Delete a pack soon."""
-        self._submit(partial(delete_pack, self._objects, name))
+    def remove(self, *names: str) -> None:
+        """Delete packs soon, one after another."""
+        self._submit(partial(self._delete, names))
 
     def remove_all(self, blob: bytes) -> None:
         """Delete all packs of a blob soon, found by listing all packs."""
-        self._submit(partial(_delete_packs_of, self._objects, blob))
+        self._submit(partial(self._delete_packs_of, blob))
 
     def _submit(self, deletion: Callable[[], None]) -> None:
         if self._room.acquire(blocking=False):
             self._thread.submit(deletion).add_done_callback(lambda _: self._room.release())
 
     def close(self) -> None:
-        """End the thread, and leave the deletions that wait."""
+        """End the thread, and leave the packs that are not deleted yet."""
+        self._closing.set()
         self._thread.shutdown(cancel_futures=True)
 
+    def _delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self._closing.is_set():  # a large blob has thousands of packs, and the worker's partitions wait
+                return
+            delete_pack(self._objects, name)
 
-def _delete_packs_of(objects: ObjectStore, blob: bytes) -> None:
-    try:
-        names = [name for name, _ in objects.names(FOLDER)]
-    except NearkinError as err:
-        _log.warning("packs of blob %s: not deleted yet: %s", blob.hex(), err)
-        return
-    for name in names:
-        found = _NAME.fullmatch(name)
-        if found is not None and found[2] == blob.hex():
-            delete_pack(objects, name)
+    def _delete_packs_of(self, blob: bytes) -> None:
+        try:
+            names = [name for name, _ in self._objects.names(FOLDER)]
+        except NearkinError as err:
+            _log.warning("packs of blob %s: not deleted yet: %s", blob.hex(), err)
+            return
+        of_blob = ((name, _NAME.fullmatch(name)) for name in names)
+        self._delete(name for name, found in of_blob if found is not None and found[2] == blob.hex())
 
 
 def delete_pack(objects: ObjectStore, name: str) -> None:

@@ -22,6 +22,7 @@ from nearkin_shared.kafka.payload_reader import PayloadReader
 from nearkin_shared.kafka.stage_chain import ChainLink
 from nearkin_shared.kafka.tenant_context import tenant_contexts
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
+from nearkin_shared.storage import staged_packs
 from nearkin_shared.storage.staged_packs import UploadAttempt, pack_name, put_pack, refer
 from tests.support.fakes.stage_fleet import SETTINGS, Fleet
 
@@ -249,6 +250,19 @@ def test_packs_of_a_forgotten_blob_are_found_by_listing(
     one, other = split.paired(uploaded(fleet)), split.paired(uploaded(fleet, b"c" * 16))
     for values in ([one[0]], [other[0]], one[1:], other[1:]):
         split.run("delta", values)
+    split.commit()
+    assert packs(fleet, 0) == 0
+
+
+@pytest.mark.parametrize("names_max", [1, 10_000])
+def test_packs_of_a_large_blob_are_all_deleted(
+    split: Split, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, names_max: int
+) -> None:
+    """A blob of 100 GB has more packs than deletions may wait: they are one deletion."""
+    monkeypatch.setattr(blob_packs, "NAMES_MAX", names_max)
+    monkeypatch.setattr(staged_packs, "DELETIONS_MAX", 1)
+    split.workers["delta"] = fleet.chained([split.links["delta"]])
+    split.run("delta", split.paired(uploaded(fleet)))
     split.commit()
     assert packs(fleet, 0) == 0
 
