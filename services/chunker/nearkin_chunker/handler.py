@@ -26,6 +26,7 @@ import numpy as np
 from nearkin_chunker import BlobRun, ChunkerStage, CutState, FrameRuns
 from nearkin_chunker.batch_cutting import cut_blobs
 from nearkin_chunker.cut_state import ENCODED_BYTES, START, decode_state
+from nearkin_chunker.referred_packs import ReferredPacks
 from nearkin_shared.config.reduction import NO_RULES
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, Corrupt, NotFound
@@ -112,8 +113,8 @@ class _Open:
     waiting_bytes: int = 0
     frames: deque[tuple[int, int]] = field(default_factory=deque)
     """(offset, end position) of the frames that are not sent completely, and always of the last one."""
-    packs: deque[Pack] = field(default_factory=deque)
-    """Packs that have bytes from `position` on."""
+    packs: ReferredPacks = field(default_factory=ReferredPacks)
+    """Packs that have bytes from `position` on, if segments refer to them."""
     resumed_at: int = 0
     """Position up to which another worker has cut the blob."""
     last_seen: float = field(default_factory=time.monotonic)
@@ -139,18 +140,35 @@ class _Partition:
     open: dict[bytes, _Open] = field(default_factory=dict)
     next_offset: int | None = None
     packs: deque[tuple[int, str]] = field(default_factory=deque)
-    """(offset of the reference, name) of packs that no later stage needs, once that offset is committed."""
+    """(offset, name) of packs that no later stage needs, once that offset is committed."""
     ended: BoundedCache[bytes, None] = field(default_factory=lambda: BoundedCache(lambda _: None, OPEN_BLOBS_MAX))
     """Blobs that this worker has ended."""
 
     def end(self, blob: bytes) -> None:
         """Forget the state of a blob that has ended."""
-        self.open.pop(blob, None)
+        found = self.open.pop(blob, None)
+        if found is not None:
+            self.release(found.packs.pop_all())
         self.ended[blob]
 
-    def cuts(self, frame: StagedFrame) -> bool:
-        """Return whether only this worker cuts a slice; else a later stage may need its pack."""
+    def release(self, packs: Iterable[Pack]) -> None:
+        """Delete unreferred packs, once the offset of the newest record is committed."""
+        self.packs.extend(((self.next_offset or 0) - 1, pack_name(pack)) for pack in packs)
+
+    def forget_sent(self, blob: _Open) -> None:
+        """Forget the frames that are sent completely, but for the last one, and the packs."""
+        while len(blob.frames) > 1 and blob.frames[0][1] <= blob.position:
+            blob.frames.popleft()
+        self.release(blob.packs.pop_sent(blob.position))
+
+    def cuts(self, frame: StagedFrame, *, refers: bool) -> bool:
+        """Return whether only this worker cuts a slice; else a later stage may need its pack.
+
+        `refers`: the segments of open blobs refer to their packs.
+        """
         blob, position = frame.envelope.blob, frame.envelope.position
+        if refers and (position == 0 or blob in self.open or blob in self.resumed):
+            return False
         if blob in self.open:
             return position >= self.open[blob].resumed_at
         if blob in self.resumed:
@@ -205,7 +223,9 @@ class ChunkerHandler:
                 self._take_sparse(part, record, message)
             elif isinstance(message, Frame | StagedFrame):
                 found = self._take(part, record, message)
-                if found is not None:
+                if found is None:
+                    touched.pop(message.envelope.blob, None)
+                else:
                     touched[message.envelope.blob] = (part, found, record)
                     if found.waiting_bytes >= JOIN_BYTES_MAX:
                         self._cut_guarded(*touched.pop(message.envelope.blob))
@@ -277,25 +297,25 @@ class ChunkerHandler:
         start, stop = envelope.position, envelope.position + size_bytes
         if start > blob.end:
             self._fail(part, blob, f"bytes {blob.end} to {start} are missing; upload it again", trace_of(record))
-            return None
-        if stop <= blob.end:
+        elif stop <= blob.end:
             blob.frames.append((record.offset, stop))
             return blob
-        payload = self._payload(part, record, blob, frame)
-        if payload is not None:
+        elif (payload := self._payload(part, record, blob, frame)) is not None:
             blob.frames.append((record.offset, stop))
             if isinstance(frame, StagedFrame) and self._refers:
-                blob.packs.append(frame.pack)
+                blob.packs.add(frame.pack, is_referred=start < blob.resumed_at)
             fresh = payload[blob.end - start :]
             blob.waiting.append(fresh)
             blob.waiting_bytes += len(fresh)
             return blob
+        if isinstance(frame, StagedFrame) and self._refers:
+            part.release([frame.pack])  # its blob has failed, and no segment refers to it
         return None
 
     def _blob_of(self, part: _Partition, record: Record, message: Frame | StagedFrame | Sparse) -> _Open | None:
         """Return the open blob of a message, or None if nothing is to be done."""
         envelope = message.envelope
-        if isinstance(message, StagedFrame) and (message.is_sparse or (not self._refers and part.cuts(message))):
+        if isinstance(message, StagedFrame) and (message.is_sparse or part.cuts(message, refers=self._refers)):
             part.packs.append((record.offset, pack_name(message.pack)))
         blob = part.open.get(envelope.blob)
         if blob is None:
@@ -342,7 +362,7 @@ class ChunkerHandler:
         if not self._guard.carry_out(record, blob.envelope, send):
             part.end(blob.envelope.blob)
         blob.frames.append((record.offset, blob.position))
-        _forget_sent(blob)
+        part.forget_sent(blob)
 
     def _send_sparse(self, blob: _Open, value: bytes, record: Record) -> None:
         """Send one message on, unless it was sent before. Raises Corrupt, FormatTooNew."""
@@ -439,7 +459,9 @@ class ChunkerHandler:
         self._outbox.send("segments", end.envelope.blob, encode(end), headers)
 
     def _cut_guarded(self, part: _Partition, blob: _Open, record: Record) -> None:
-        if not self._guard.carry_out(record, blob.envelope, lambda: self._cut(blob, trace_of(record), final=False)):
+        if self._guard.carry_out(record, blob.envelope, lambda: self._cut(blob, trace_of(record), final=False)):
+            part.forget_sent(blob)
+        else:
             part.end(blob.envelope.blob)
 
     def _cut(self, blob: _Open, traceparent: bytes | None, *, final: bool) -> None:
@@ -454,7 +476,7 @@ class ChunkerHandler:
             envelope = replace(blob.envelope, position=position, sequence=sequence)
             headers = headers_of("chunker", "segments", envelope, traceparent)
             stop = position + batch.logical_bytes
-            packs = _packs_with(blob.packs, position, stop)
+            packs = blob.packs.refer(position, stop)
             message = Segments(envelope, batch)
             value = encode_referenced(message, packs) if packs else encode(message)
             self._outbox.send("segments", envelope.blob, value, headers)
@@ -464,7 +486,6 @@ class ChunkerHandler:
         blob.carry = payload[consumed:].copy()  # a view would keep the whole frame in memory
         blob.waiting, blob.waiting_bytes = [], 0
         blob.position, blob.sequence, blob.cut_state = position, sequence, chunked.state
-        _forget_sent(blob)
 
     def _fail(
         self,
@@ -478,27 +499,6 @@ class ChunkerHandler:
             _log.warning("blob %s: %s", blob.envelope.blob.hex(), failure)
         self._guard.fail(replace(blob.envelope, sequence=blob.sequence), failure, traceparent, committed_as)
         part.end(blob.envelope.blob)
-
-
-def _forget_sent(blob: _Open) -> None:
-    """Forget the frames that are sent completely, but for the last one, and the packs."""
-    while len(blob.frames) > 1 and blob.frames[0][1] <= blob.position:
-        blob.frames.popleft()
-    while blob.packs and blob.packs[0].end <= blob.position:
-        blob.packs.popleft()
-
-
-def _packs_with(packs: Iterable[Pack], start: int, stop: int) -> list[Pack]:
-    """Return the packs that have the bytes from `start` to `stop`.
-
-    None if other frames have some of them.
-    """
-    found: list[Pack] = []
-    for pack in packs:
-        if start < stop and pack.position <= start < pack.end:
-            found.append(pack)
-            start = pack.end
-    return found if start >= stop else []
 
 
 def split_segments(batch: SegmentBatch, super_features: int) -> Iterator[SegmentBatch]:

@@ -267,6 +267,64 @@ def test_packs_of_a_large_blob_are_all_deleted(
     assert packs(fleet, 0) == 0
 
 
+def committed(split: Split, values: list[bytes]) -> None:
+    """Let the chunker process messages and commit their offsets."""
+    split.run("chunker", values)
+    worker = split.workers["chunker"]
+    assert isinstance(worker, SupportsCommitted)
+    for partition, offset, _ in worker.committable():
+        worker.on_committed(partition, offset)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_packs_that_no_segment_refers_to_are_deleted(split: Split, fleet: Fleet, is_told: bool) -> None:
+    """A blob that has failed in the chunker leaves packs that no later stage knows."""
+    *frames, _ = uploaded(fleet)
+    tail = refer(UploadAttempt(BLOB, "t", "key", b"o" * 16, 5), len(CONTENT), [b"a small pack"])
+    put_pack(fleet.objects, tail, [b"a small pack"])
+    failed = End(Envelope(BLOB, "t", "key"), 5, b"o" * 16, failure="the client went away")
+    if is_told:  # by its gateway
+        split.run("chunker", frames)
+        committed(split, [encode(tail), encode(failed)])
+        assert packs(fleet, 3) == 3
+    else:  # it lacks the bytes of the second pack, and its client goes on
+        split.run("chunker", frames[:1])
+        committed(split, [frames[2], encode(tail)])
+        assert packs(fleet, 2) == 2
+    assert pack_name(tail.pack) not in [name for name, _ in fleet.objects.names("staging")]
+
+
+def test_segments_of_many_small_packs_have_their_bytes(split: Split, fleet: Fleet) -> None:
+    """A slow client fills a pack of some bytes each second; a message could not name all of them."""
+    attempt, values = UploadAttempt(BLOB, "t", "key", b"o" * 16, 5), []
+    content = random_bytes(300_000, 8)
+    for start in range(0, len(content), 1000):
+        reference = refer(attempt, start, [content[start : start + 1000]])
+        put_pack(fleet.objects, reference, [content[start : start + 1000]])
+        values.append(encode(reference))
+    end = End(Envelope(BLOB, "t", "key", len(content)), 5, b"o" * 16, size_bytes=len(content), blake3=b"3" * 32)
+    sent = split.run("chunker", [*values, encode(end)])
+    assert not any(map(is_referenced, sent))
+    committed(split, [])
+    assert packs(fleet, 0) == 0
+    split.run("delta", split.run("resemblance", split.run("dedup", sent)))
+    assert placed_bytes(fleet) == len(content)
+
+
+def test_pack_of_an_earlier_worker_is_not_released(split: Split, fleet: Fleet) -> None:
+    """Its segments refer to the pack at which another chunker takes over."""
+    values = uploaded(fleet, inline=2)
+    split.run("chunker", values[:2])
+    ((_, offset, state),) = split.workers["chunker"].committable()
+    assert offset == 1
+    split.workers["chunker"] = fleet.chained([split.links["chunker"]])
+    split.workers["chunker"].on_assigned(0, state)
+    split.offsets["chunker"] = offset
+    committed(split, values[offset:])
+    time.sleep(0.2)  # a deletion would follow soon
+    assert packs(fleet) == 2
+
+
 @pytest.mark.parametrize("kind", [MessageKind.FRESH, MessageKind.PAIRED])
 @pytest.mark.parametrize("whole_bytes", [0, 1 << 40])
 def test_reader_gives_the_bytes_of_the_blob(
