@@ -129,12 +129,14 @@ class RecordGuard:
     def _reject(self, record: Record, err: BaseException) -> None:
         """Make a record a dead letter.
 
-        One that another stage of this process sent is signed, as Kafka's are: a replay sends it through Kafka.
+        One that another stage of this process sent is signed, as Kafka's are: a replay sends it through Kafka. So is
+        one whose references were replaced by the bytes of packs: the signature that Kafka carried is of the references.
         """
         authenticator = self._outbox.authenticator
         if record.is_internal and authenticator is not None:
             mac = authenticator.mac_of(record.topic, record.key, record.value)
-            record = replace(record, all_headers=((MAC_HEADER, mac), *record.all_headers))
+            others = [(name, text) for name, text in record.all_headers if name != MAC_HEADER]
+            record = replace(record, all_headers=((MAC_HEADER, mac), *others))
         send_dead_letter(self._settings, self._outbox, record, self._stage, err, is_in_memory=record.is_internal)
 
     def _authenticate(self, record: Record) -> None:

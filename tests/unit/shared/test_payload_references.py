@@ -18,6 +18,7 @@ from nearkin_shared.formats.message_layout import MessageKind, Pack, UndecodedMe
 from nearkin_shared.formats.payload_references import encode_referenced, is_referenced, packs_of
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted
+from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
 from nearkin_shared.kafka.payload_reader import PayloadReader
 from nearkin_shared.kafka.stage_chain import ChainLink
 from nearkin_shared.kafka.tenant_context import tenant_contexts
@@ -323,6 +324,23 @@ def test_pack_of_an_earlier_worker_is_not_released(split: Split, fleet: Fleet) -
     committed(split, values[offset:])
     time.sleep(0.2)  # a deletion would follow soon
     assert packs(fleet) == 2
+
+
+def test_dead_letter_with_the_bytes_of_packs_is_signed(split: Split, fleet: Fleet) -> None:
+    """Kafka's record is signed, too, but with references: a replay sends the bytes, with a signature of them."""
+    value = split.paired(uploaded(fleet))[0]
+    ours = EnvelopeAuthenticator(b"k" * 32, required=True)
+    for outbox in fleet.outboxes:
+        outbox.authenticator = ours
+    changed, name = bytearray(value), "nearkin.paired"
+    changed[value.index(bytes(read_header(value, "sent").column("names")[:32]))] ^= 1  # a fingerprint
+    headers = {MAC_HEADER: ours.mac_of(name, BLOB, bytes(changed))}
+    split.workers["delta"].handle([Record(name, 0, 0, BLOB, bytes(changed), headers, tuple(headers.items()))])
+    ((letter, (key, replayed)),) = [
+        found for outbox in fleet.outboxes for found in zip(outbox.dead, outbox.dead_records, strict=True)
+    ]
+    assert not is_referenced(replayed)
+    ours.check("delta", name, key, replayed, letter[MAC_HEADER])
 
 
 @pytest.mark.parametrize("kind", [MessageKind.FRESH, MessageKind.PAIRED])
