@@ -15,10 +15,11 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from nearkin_committer.batch_commit import BatchCommits, CommittedVersion, ends_of
-from nearkin_committer.open_blob import BlobName, OpenBlob
+from nearkin_committer.open_blob import BlobName, OpenBlob, lacks_bytes
 from nearkin_committer.version_content import VersionContent, assemble_content, make_manifest, split_content
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, PermanentError, PreconditionFailed, RetryableError
@@ -147,8 +148,10 @@ class CommitterHandler:
                 self._open.move_to_end(blob.name)
             return IDLE_SECONDS
         for blob in waiting:
-            if now - blob.last_seen > LATE_TIMES * seconds:
-                done = self._fail(blob, "some of its segments are missing; look among the dead letters", None)
+            known = None if blob.envelope.blobs else blob.failure
+            if known is not None or now - blob.last_seen > LATE_TIMES * seconds:
+                failure = known or "some of its segments are missing; look among the dead letters"
+                done = self._fail(blob, failure, None)
                 self._outbox.flush()
                 self._done(done)
         return IDLE_SECONDS
@@ -205,6 +208,10 @@ class CommitterHandler:
             blob.batch = message
         elif message.failure is not None and message.envelope.blobs:
             blob.failure = message.failure
+        elif lacks_bytes(message):
+            blob.end, blob.failure = blob.end or replace(message, failure=None), message.failure
+            if self._version_of(blob.end) is not None:
+                return self._fail(blob, str(message.failure), trace_of(record))
         else:
             blob.end = message
         return self._decide(blob, record)

@@ -31,7 +31,10 @@ class OpenBlob:
     batch: BatchEnd | None = None
     """The end of a batch."""
     failure: str | None = None
-    """Why a batch failed whose end has not arrived: only that names its blobs."""
+    """Why a batch failed whose end has not arrived: only that names its blobs.
+
+    Of one blob: which bytes a stage lacked; it fails if its segments do not arrive.
+    """
 
     @property
     def is_complete(self) -> bool:
@@ -60,3 +63,11 @@ class OpenBlob:
                 found.append((placed, reached - sequence))
                 reached = sequence + len(placed.segments)
         return found, reached
+
+
+def lacks_bytes(end: End) -> bool:
+    """Return whether a stage lacked bytes of a whole upload.
+
+    Another worker may have sent them.
+    """
+    return end.failure is not None and bool(end.blake3)

@@ -149,6 +149,25 @@ def test_blob_is_given_up_only_without_segments_in_flight(
     assert list(handler.committable()) == [(0, 1 if is_given_up else 0, "")]
 
 
+def test_blob_that_lacks_bytes_fails_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The delta stage has not found a pack.
+
+    Another worker may have cut the blob, too: its segments may still arrive.
+    """
+    clock = Clock()
+    handler = waiting_for_a_segment(monkeypatch, Waiting(), clock)
+    end = End(Envelope(BLOB, "t", "key", 5), 1, BLOB, 5, b"b" * 32, segments=1, failure="staging/1 is missing")
+    handler.handle([Record("placed", 0, 1, BLOB, encode(end), {}, ())])
+    assert [blob.failure for blob in handler._open.values()] == ["staging/1 is missing"]
+    handler._open[0, BLOB, "t", "key"].last_seen = clock.now
+    seconds = seconds_until_given_up(handler, clock, 1000)
+    assert seconds is not None
+    assert seconds < 2 * SETTINGS.kafka.upload_idle_seconds
+    sent_events: Any = handler._outbox
+    assert [event["failure"] for event in sent_events.events] == ["staging/1 is missing"]
+    assert list(handler.committable()) == [(0, 2, "")]
+
+
 @pytest.mark.parametrize(("since", "until"), [(5, 100), (5, 290), (5, 299), (5, 595), (50, 590), (5, 3000)])
 def test_delayed_blob_waits_full_time_after_stage_catches_up(
     monkeypatch: pytest.MonkeyPatch, since: int, until: int

@@ -6,11 +6,14 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nearkin.lab.generated_data import random_bytes, text_like
+from nearkin_committer import handler as committer_handler
+from nearkin_committer.handler import CommitterHandler
 from nearkin_delta import blob_packs
 from nearkin_shared.errors import BadInput, Corrupt, NotFound
 from nearkin_shared.formats.message import End, Envelope, Frame, Fresh, Placed, decode, encode
@@ -24,7 +27,9 @@ from nearkin_shared.kafka.stage_chain import ChainLink
 from nearkin_shared.kafka.tenant_context import tenant_contexts
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.storage import staged_packs
+from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.staged_packs import UploadAttempt, pack_name, put_pack, refer
+from tests.support.fakes.committers import EmptyBacklog, RecordingOutbox
 from tests.support.fakes.stage_fleet import SETTINGS, Fleet
 
 CONTENT = text_like(2_500_000, 4) + bytes(300_000) + random_bytes(900_000, 5)
@@ -47,11 +52,11 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
         index.close()
 
 
-def uploaded(fleet: Fleet, blob: bytes = BLOB, inline: int = -1) -> list[bytes]:
+def uploaded(fleet: Fleet, blob: bytes = BLOB, inline: int = -1, pack_bytes: int = PACK_BYTES) -> list[bytes]:
     """Return the messages of an upload in packs; slice number `inline` goes through Kafka."""
     attempt, values = UploadAttempt(blob, "t", "key", b"o" * 16, 5), []
-    for number, start in enumerate(range(0, len(CONTENT), PACK_BYTES)):
-        part = CONTENT[start : start + PACK_BYTES]
+    for number, start in enumerate(range(0, len(CONTENT), pack_bytes)):
+        part = CONTENT[start : start + pack_bytes]
         if number == inline:
             for at in range(0, len(part), 500_000):
                 payload = np.frombuffer(part[at : at + 500_000], np.uint8)
@@ -242,6 +247,50 @@ def test_lost_pack_fails_its_blob_behind_the_end(split: Split, fleet: Fleet) -> 
     assert "staging/" in second.failure
     assert "upload it again" in second.failure
     assert (second.origin, second.segments) == (b"o" * 16, first.segments)
+
+
+class Committing:
+    """A committer that receives what reaches topic `placed`, in the order of the calls of `receive`."""
+
+    def __init__(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(committer_handler, "Outbox", RecordingOutbox)
+        manifests = ManifestStore(memory_objects())
+        self._fleet, self._received, self._next = fleet, dict[int, int](), 0
+        self.handler = CommitterHandler(SETTINGS, manifests, fleet.tenants, "w", EmptyBacklog(), None)
+        self.handler.on_assigned(0, "")
+
+    def receive(self) -> list[str]:
+        """Receive what was sent since the last call; return the states of all blobs that have ended."""
+        for outbox in self._fleet.outboxes:
+            values = [value for name, value in outbox.sent if name == "placed"]
+            for value in values[self._received.get(id(outbox), 0) :]:
+                self.handler.handle([Record("placed", 0, self._next, BLOB, value, {}, ())])
+                self._next += 1
+            self._received[id(outbox)] = len(values)
+        told: Any = self.handler._outbox
+        return [event["state"] for event in told.events]
+
+
+def test_blob_that_two_workers_cut_is_committed(split: Split, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker with all stages cuts it again and deletes its packs, before the first worker's messages are read."""
+    committer, values = Committing(fleet, monkeypatch), uploaded(fleet, pack_bytes=300_000)
+    sent = split.paired(values)
+    records = [Record("frames", 0, at, BLOB, value, {}, ()) for at, value in enumerate(values)]
+    other = fleet.chained(fleet.links())
+    assert isinstance(other, SupportsCommitted)
+    other.handle(records[:2])
+    other.drain(0)
+    ((_, offset, _),) = other.committable()
+    other.on_committed(0, offset)
+    assert packs(fleet, len(values) - 1 - offset) == len(values) - 1 - offset
+    assert offset > 0
+    committer.receive()
+    split.run("delta", sent)
+    assert committer.receive() == []
+    other.handle(records[2:])
+    other.drain(0)
+    assert committer.receive() == ["committed"]
+    other.close()
 
 
 def test_packs_of_a_forgotten_blob_are_found_by_listing(
