@@ -153,7 +153,7 @@ def test_blob_with_messages_of_another_tenant_makes_no_version(log: Log) -> None
     whole = End(replace(envelope(1, 1), tenant="other"), *start_of(1), SEGMENT_BYTES, bytes(32), None, 1)
     log._add(1, whole)
     log._add(1, replace(whole, envelope=replace(whole.envelope, tenant="t", key="k2")))
-    log._add(1, replace(whole, envelope=replace(whole.envelope, key="k3"), failure="another tenant's"))
+    log._add(1, replace(whole, envelope=replace(whole.envelope, key="k3"), blake3=b"", failure="another tenant's"))
     assert log.read() == {"k3": "failed"}
     log.add_end(1, 1)
     assert log.read(4) == {"k3": "failed", "k1": "committed"}
@@ -236,6 +236,23 @@ def test_committed_blob_whose_pack_is_gone_is_reported_committed(log: Log) -> No
     log._add(1, gone)
     log._add(2, End(envelope(2, 0), *start_of(2), failure="staging/y is missing; upload it again", segments=0))
     assert log.read(2) == {"k1": "committed", "k2": "failed"}
+    assert log.committable() == len(log.records)
+
+
+def test_committed_blob_that_lacks_bytes_now_is_reported_committed(log: Log) -> None:
+    """A worker repeats the end of a blob behind its commit: its packs were deleted, and another committer reads it."""
+    log.add_segments(1, 0)
+    log.add_end(1, 1)
+    assert log.read() == {"k1": "committed"}
+    log.begin()
+    for number in (1, 2):  # blob 2 has no version: its segments may still arrive
+        whole = End(envelope(number, 1), *start_of(number), SEGMENT_BYTES, bytes(32), None, 1)
+        log._add(number, replace(whole, failure="staging/x: no such object"))
+    assert log.read(2) == {"k1": "committed"}
+    assert log.committable() == len(log.records) - 1
+    log.add_segments(2, 0)
+    assert log.read(4) == {"k1": "committed", "k2": "committed"}
+    assert log.manifests.versions("t", "k1") == [1]
     assert log.committable() == len(log.records)
 
 
