@@ -120,7 +120,7 @@ class LagReader:
             taken += following
             # A negative offset: there is no newer record.
             old[place] = max(0, (young[place] if young[place] >= 0 else end) - following)
-        for place in _without_record(
+        for place in without_record(
             asking, [TopicPartition(*place, begins[place]) for place in behind if behind[place] == 1]
         ):
             behind[place] = old[place] = 0
@@ -189,7 +189,7 @@ class Backlog:
         try:
             _, end = self._asking.get_watermark_offsets(part, timeout=BACKLOG_SECONDS)
             if end - offset == 1:
-                return not _without_record(self._asking, [TopicPartition(part.topic, partition, offset)])
+                return not without_record(self._asking, [TopicPartition(part.topic, partition, offset)])
         except KafkaException as err:
             _log.warning("%s: its end is not known: %s", part.topic, err)
             self._away_since = time.monotonic()
@@ -264,7 +264,7 @@ class LagWatch:
             metrics.LAG_SEEN.set(time.time())
 
 
-def _without_record(asking: Consumer, parts: Sequence[TopicPartition]) -> list[Place]:
+def without_record(asking: Consumer, parts: Sequence[TopicPartition]) -> list[Place]:
     """Return the partitions without a record at their offset, which is their last.
 
     A transaction, such as that of `nearkin dlq replay`, ends with a marker, which has an offset but is not delivered

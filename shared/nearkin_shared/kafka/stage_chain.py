@@ -5,6 +5,8 @@
 Two neighbouring stages share a topic in memory, with one partition. Its offsets are counted as in Kafka, so the
 handlers are the same as in a fleet of one process per stage.
 
+After the assignment of a partition, messages that wait between these stages in Kafka go first.
+
 Invariant (I4): a message is acknowledged when the next stage could commit its offset. So an offset of the first topic
 is committed only after the effects of the last stage.
 """
@@ -20,6 +22,7 @@ from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.formats.message import is_staged
 from nearkin_shared.kafka.clients import Headers, Outbox, topic
 from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted, hand_over
+from nearkin_shared.kafka.earlier_messages import EarlierMessages
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.outbox_port import StageOutbox
 from nearkin_shared.utils.frozen import frozen
@@ -119,18 +122,34 @@ class InProcessOutbox:
 class StageChain:
     """Handler that carries the records of one topic through consecutive stages."""
 
-    def __init__(self, first: Handler, outboxes: Sequence[InProcessOutbox], later: Sequence[Handler]) -> None:
-        """`outboxes` connect the stages in their order; `later` are the handlers behind `first`."""
+    def __init__(
+        self,
+        first: Handler,
+        outboxes: Sequence[InProcessOutbox],
+        later: Sequence[Handler],
+        earlier: EarlierMessages | None = None,
+    ) -> None:
+        """`outboxes` connect the stages in their order; `later` are the handlers behind `first`.
+
+        `earlier`: messages that go first, after the assignment of a partition.
+        """
         self._first, self._outboxes, self._later = first, outboxes, later
+        self._earlier = earlier
+        self._unchecked: set[int] = set()
 
     def on_assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
         self._first.on_assigned(partition, metadata)
+        self._unchecked.add(partition)
 
     def handle(self, records: list[Record]) -> None:
         """Process records through all stages, references one by one: each may stand for megabytes.
 
         Raises RetryableError.
         """
+        for partition in sorted(self._unchecked & {record.partition for record in records}):
+            if self._earlier is not None:
+                self._earlier.wait(partition)
+            self._unchecked.remove(partition)
         run: list[Record] = []
         for record in records:
             run.append(record)
@@ -162,6 +181,7 @@ class StageChain:
 
     def on_dropped(self, partition: int) -> None:  # noqa: D102
         self._first.on_dropped(partition)
+        self._unchecked.discard(partition)
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
         """Yield what the first stage may commit."""
@@ -192,7 +212,12 @@ class ChainLink:
     make: Callable[[Callable[[], StageOutbox]], Handler]
 
 
-def chain(settings: Settings, links: Sequence[ChainLink], kafka_outbox: Callable[[str], Outbox]) -> Handler:
+def chain(
+    settings: Settings,
+    links: Sequence[ChainLink],
+    kafka_outbox: Callable[[str], Outbox],
+    earlier: EarlierMessages | None = None,
+) -> Handler:
     """Return the handler of consecutive stages, given in the order of the pipeline.
 
     `kafka_outbox` returns a new outbox to Kafka for a service.
@@ -207,7 +232,7 @@ def chain(settings: Settings, links: Sequence[ChainLink], kafka_outbox: Callable
         outbox = InProcessOutbox(settings, following.service, following.topic, handler, kafka, behind)
         outboxes.insert(0, outbox)
         handler = link.make(partial(_same, outbox))
-    return StageChain(handler, outboxes, later) if outboxes else handler
+    return StageChain(handler, outboxes, later, earlier) if outboxes else handler
 
 
 def _same(outbox: InProcessOutbox) -> InProcessOutbox:

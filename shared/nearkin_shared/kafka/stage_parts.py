@@ -23,6 +23,7 @@ from functools import partial
 
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.consumer_loop import Handler
+from nearkin_shared.kafka.earlier_messages import EarlierMessages
 from nearkin_shared.kafka.outbox_port import StageOutbox
 from nearkin_shared.kafka.stage_chain import ChainLink, chain
 from nearkin_shared.kafka.worker import Context, WorkerPart
@@ -52,7 +53,8 @@ def stage_part(stages: Sequence[PipelineStage]) -> WorkerPart:
             return Outbox(context.settings, f"{service}-{context.worker}", context.authenticator)
 
         links = [ChainLink(one.service, one.topic, partial(one.make, context)) for one in stages]
-        return chain(context.settings, links, outbox_of)
+        earlier = EarlierMessages(context.settings, [(one.service, one.topic) for one in stages[1:]])
+        return chain(context.settings, links, outbox_of, earlier)
 
     return WorkerPart(first.service, first.topic, make)
 

@@ -17,9 +17,11 @@ from confluent_kafka import Consumer, TopicPartition
 
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.kafka import worker
+from nearkin_shared.errors import StoreUnavailable
+from nearkin_shared.kafka import earlier_messages, worker
 from nearkin_shared.kafka.clients import consumer, create_topics, group, topic
 from nearkin_shared.kafka.consumer_loop import Loop, Record, run_forever
+from nearkin_shared.kafka.earlier_messages import EarlierMessages
 from nearkin_shared.observability.health import Monitor
 from tests.support.checks.waiting import until
 from tests.support.servers.kafka_server import users_producer
@@ -283,3 +285,29 @@ def test_worker_killed_at_revoke_leaves_no_gap(kafka: object, topic_prefix: str,
         for member in members.values():
             member.kill()
             member.wait()
+
+
+def test_chain_waits_for_messages_between_its_stages(
+    kafka: object, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the same partition, until the group of their stage has committed them."""
+    monkeypatch.setattr(earlier_messages, "WAIT_SECONDS_MAX", 0.5)
+    settings = with_topics(kafka, topic_prefix)
+    earlier = EarlierMessages(settings, [("dedup", "segments"), ("resemblance", "fresh")])
+    earlier.wait(1)
+    sender = users_producer(settings.kafka.bootstrap_servers)
+    for _ in range(3):
+        sender.produce(topic(settings, "fresh"), b"x", partition=1)
+    sender.flush(SECONDS_MAX)
+    earlier.wait(0)
+    with pytest.raises(StoreUnavailable, match=r"fresh\[1\] has messages of other workers, which resemblance"):
+        earlier.wait(1)
+    member = consumer(settings, group(settings, "resemblance"), "other")
+    for offset, is_done in ((2, False), (3, True)):
+        member.commit(offsets=[TopicPartition(topic(settings, "fresh"), 1, offset)], asynchronous=False)
+        if is_done:
+            earlier.wait(1)
+        else:
+            with pytest.raises(StoreUnavailable):
+                earlier.wait(1)
+    member.close()

@@ -17,7 +17,9 @@ from nearkin_shared.formats.message import End, Envelope, Frame, Placed, encode
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted
 from nearkin_shared.kafka.dead_letters import IN_MEMORY_HEADER
+from nearkin_shared.kafka.earlier_messages import EarlierMessages
 from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
+from nearkin_shared.kafka.stage_chain import chain
 from nearkin_shared.kafka.stage_parts import parts_of
 from nearkin_shared.kafka.tenant_context import tenant_contexts
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
@@ -108,6 +110,34 @@ def test_chains_of_any_length_give_the_same_result(fleet: Fleet, cut: int) -> No
     assert sum(int(run.lengths.sum()) for run in fleet.placed() if isinstance(run, Placed)) == len(CONTENT)
     first.close()
     second.close()
+
+
+class Recorded(EarlierMessages):
+    """Records for which partitions a chain waited."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+
+    def wait(self, partition: int) -> None:
+        self.waited.append(partition)
+
+
+def test_earlier_messages_go_first_after_an_assignment(fleet: Fleet) -> None:
+    """A worker of single stages may have had the partition before: its messages must not be overtaken."""
+    earlier = Recorded()
+    worker = chain(SETTINGS, fleet.links(), fleet.outbox, earlier)
+    worker.on_assigned(0, "")
+    worker.on_assigned(1, "")
+    assert not earlier.waited
+    worker.handle(frames()[:1])
+    worker.handle(frames()[1:2])
+    assert earlier.waited == [0]
+    worker.drain(0)
+    worker.on_dropped(0)
+    worker.on_assigned(0, "")
+    worker.handle(frames()[2:3])
+    assert earlier.waited == [0, 0]
+    worker.close()
 
 
 def test_repeated_blob_is_placed_at_the_same_locations(fleet: Fleet) -> None:
