@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -64,11 +65,11 @@ def checked_runs(share: float = 1e9) -> Iterator[Counter[str]]:
     found: Counter[str] = Counter()
     apply, run = IncrementalPass._apply, IncrementalPass.run
 
-    def checked(self: IncrementalPass, index: Any, decision: Any, sizes: Any) -> Any:
+    def checked(self: IncrementalPass, index: Any, decision: Any, looked_up: Any) -> Any:
         check_removals(self, decision.new, decision.due)
         found["marked containers"] += len(decision.new)
         found["deleted containers"] += len(decision.due)
-        return apply(self, index, decision, sizes)
+        return apply(self, index, decision, looked_up)
 
     def counted(self: IncrementalPass) -> IncrementalResult:
         result = run(self)
@@ -178,6 +179,33 @@ def test_incremental_gc_frees_deleted_blobs_unmarked(tmp_path: Path) -> None:
         assert found["deleted containers"] > 0
         assert len(containers(tmp_path / "s")) == before - found["deleted containers"]
         assert store.verify().damage == ()
+
+
+def test_removals_found_later_are_looked_up_again(tmp_path: Path) -> None:
+    """A deletion between the lookup and the section removes its entries from the index too."""
+    clock = Clock()
+    with checked_runs() as found, filled(tmp_path / "s", clock) as store:
+        store.delete("k3")
+        store.delete("k4")
+        clock.now += DAY + 2
+        real, times = IncrementalPass._decide_and_prove, [0]
+
+        def decide(self: IncrementalPass, index: Any) -> Any:
+            decision = real(self, index)
+            times[0] += 1
+            return replace(decision, new=set(sorted(decision.new)[:1])) if times[0] == 1 else decision
+
+        with mock.patch.object(IncrementalPass, "_decide_and_prove", decide):
+            assert store.gc().pending_delete_containers == found["marked containers"] > 1
+        assert times[0] == 2
+        store.put("k3", random_bytes(300_000, 3))
+        store.put("k4", random_bytes(300_000, 4))
+        for _ in range(2):
+            clock.now += DAY + 2
+            store.gc()
+        assert found["deleted containers"] > 1
+        assert store.verify().damage == ()
+        assert store.get("k4").read() == random_bytes(300_000, 4)
 
 
 def test_incremental_gc_reads_only_changed_keys(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import field, replace
 
 import numpy as np
 
@@ -63,7 +64,7 @@ from nearkin_shared.results import GcReport
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.heads import VersionHeads, head_name
 from nearkin_shared.storage.manifests import key_and_version, key_digest
-from nearkin_shared.types import ContainerId
+from nearkin_shared.types import U32, ContainerId
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 
@@ -98,6 +99,15 @@ class _Decision:
     record: dict[int, PendingDelete]
     new: set[int]
     due: set[int]
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of the containers to remove and of pending deletes."""
+    ended_bytes: int = 0
+    """Bytes that ended versions had added, less what is removed."""
+
+    @property
+    def removed(self) -> set[int]:
+        """Return all containers to remove."""
+        return self.new | self.due
 
 
 class IncrementalPass:
@@ -125,8 +135,7 @@ class IncrementalPass:
         try:
             self._check_trusted()
             self._expire_versions()
-            with self._gate.exclusive() as index:
-                record = self._collect(index)
+            record = self._collect()
             report = make_report(self._totals, record, self._grace_us, self._hooks.now_us(), started)
         except (MarkingNeeded, Corrupt, NotFound) as err:
             _log.info("gc: this run marks: %s", err)
@@ -220,20 +229,41 @@ class IncrementalPass:
 
     # --- containers ---------------------------------------------------------------------------------------------------
 
-    def _collect(self, index: SupportsCollection) -> Mapping[int, PendingDelete]:
-        """Remove unreachable containers in an exclusive section; return the pending deletes."""
+    def _collect(self) -> Mapping[int, PendingDelete]:
+        """Remove unreachable containers; return the rest of the pending deletes.
+
+        The index entries to remove are looked up between two exclusive sections: it takes long in a large index. The
+        second section decides and proves again.
+        """
+        with self._gate.exclusive() as index:
+            decision = self._decide_and_prove(index)
+            if not decision.removed:
+                return self._finish(index, decision, None)
+        looked_up = self._gate.prefetch_removals(dict.fromkeys(sorted(decision.removed)), {})
+        failpoint("gc.removals-found")
+        with self._gate.exclusive() as index:
+            now = self._decide_and_prove(index)
+            is_looked_up = now.removed <= decision.removed  # else the index looks them up itself
+            return self._finish(index, now, looked_up if is_looked_up else None)
+
+    def _decide_and_prove(self, index: SupportsCollection) -> _Decision:
+        """Return the removals at this moment, within an exclusive section."""
         snapshot, changes = self._find_changes(index)
         roots = self._find_roots(changes)
         self._totals.undeletable = len(roots.undeletable)
         with self._ledger.transaction() as rows:
             self._count(rows, snapshot, changes, roots)
-            decision = self._decide(rows)
-            sizes = self._check_generations(rows, decision)
-            self._prove(rows, snapshot, decision.new | decision.due)
+            decision = self._check_sizes(rows, self._decide(rows))
+            self._prove(rows, snapshot, decision.removed)
         failpoint("ledger.written")
-        record = self._apply(index, decision, sizes)
+        return decision
+
+    def _finish(self, index: SupportsCollection, decision: _Decision, looked_up: object) -> Mapping[int, PendingDelete]:
+        """Apply the removals within the exclusive section in which they were decided."""
+        record = self._apply(index, decision, looked_up)
         with self._ledger.transaction() as rows:
             forget_containers(rows, decision.due)
+            rows.set_number(b"ended", decision.ended_bytes)
             rows.txn.drop(rows.tables["nominated"], delete=False)
         failpoint("ledger.confirmed")
         return record
@@ -256,11 +286,11 @@ class IncrementalPass:
             raise MarkingNeeded(f"{len(new) + len(due)} containers to remove")
         return _Decision(record, new, due)
 
-    def _check_generations(self, rows: LedgerRows, decision: _Decision) -> dict[int, int]:
-        """Return the bytes of the containers to remove and of pending deletes.
+    def _check_sizes(self, rows: LedgerRows, decision: _Decision) -> _Decision:
+        """Return the decision with sizes, and with the bytes of ended versions.
 
-        Raises: MarkingNeeded, if one of them has another generation than recorded, or several; or if ended versions had
-        added so much more than is removed that marking finds more.
+        Raises: MarkingNeeded, if a container has another generation than recorded, or several; or if ended versions had
+        added a certain share of the store.
         """
         containers = decision.new | decision.record.keys()
         sizes = {}
@@ -271,20 +301,12 @@ class IncrementalPass:
             sizes[container] = generations[recorded[0]]
         if missing := containers - sizes.keys():
             raise MarkingNeeded(f"container {min(missing):016x} is missing")
-        self._check_ended(rows, sum(sizes[container] for container in decision.new))
-        return sizes
-
-    def _check_ended(self, rows: LedgerRows, removed_bytes: int) -> None:
-        """Raise MarkingNeeded once ended versions had added a certain share of the store.
-
-        `removed_bytes` are subtracted, as stored.
-        """
-        stored_bytes = read_trusted(rows) or 0
+        removed_bytes, stored_bytes = sum(sizes[container] for container in decision.new), read_trusted(rows) or 0
         scale = max(1, rows.number(b"added")) / max(1, stored_bytes)  # added bytes are not yet compressed
         ended_bytes = max(0, rows.number(b"ended") - int(removed_bytes * scale))
-        rows.set_number(b"ended", ended_bytes)
         if ended_bytes > ENDED_SHARE * (1 - self._settings.compact_below) * scale * stored_bytes:
             raise MarkingNeeded(f"versions that had added {ended_bytes} bytes have ended")
+        return replace(decision, sizes=sizes, ended_bytes=ended_bytes)
 
     def _prove(self, rows: LedgerRows, snapshot: IndexSnapshot, containers: Collection[int]) -> None:
         """Read all manifests of keys that ever reached `containers`: none names them.
@@ -310,16 +332,14 @@ class IncrementalPass:
         if digests:
             raise MarkingNeeded("a counted version has no manifest")
 
-    def _apply(
-        self, index: SupportsCollection, decision: _Decision, sizes: dict[int, int]
-    ) -> Mapping[int, PendingDelete]:
+    def _apply(self, index: SupportsCollection, decision: _Decision, looked_up: object) -> Mapping[int, PendingDelete]:
         """Delete due containers, and mark others for deletion."""
 
         def check() -> None:
             self._gate.on_rewrite_start()
             self._hooks.check()
 
-        gate = _SectionGate(self._gate, index)
+        gate, sizes = _SectionGate(self._gate, index, looked_up), dict(decision.sizes)
         empty = LiveSet(self._containers, self._manifests, (), known_containers=())
         generations = {ContainerId(c): {self._containers.generation(ContainerId(c)): size} for c, size in sizes.items()}
         writes = ConcurrentWrites(gate, None, self._containers, self._manifests, generations, (), empty)
@@ -339,9 +359,14 @@ class IncrementalPass:
 class _SectionGate(NoWriters):
     """Gate within an exclusive section that already began."""
 
-    def __init__(self, gate: WriterGate, index: SupportsCollection) -> None:
+    def __init__(self, gate: WriterGate, index: SupportsCollection, looked_up: object) -> None:
         super().__init__(index)
         self._gate = gate
+        self._looked_up = looked_up
+
+    def prefetch_removals(self, _chunks: Mapping[int, U32 | None], _segments: Mapping[int, U32]) -> object:
+        """Return the entries that were looked up before the section."""
+        return self._looked_up
 
     def on_container_rewritten(self, container: ContainerId) -> None:
         """Record that a container was deleted."""
