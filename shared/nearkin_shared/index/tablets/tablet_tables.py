@@ -53,7 +53,7 @@ CACHE_BYTES_MIN = 8 * MIB
 """Memory for tablets if the tags take all of `index.memory`."""
 TAG_BITS_MIN = 12
 """A table whose entries have fewer bits is not saved: read from the directories again, they have more."""
-UNSAVED_MIN, UNSAVED_SHARE = 16, 128
+UNSAVED_MIN, UNSAVED_SHARE = 2, 128
 """A closed index saves its tags after so many new containers, or one in so many: to read the directory of one takes as
 long as to write the tags of a hundred."""
 UNSAVED_OPEN_MIN, UNSAVED_OPEN_SHARE = 4096, 16
