@@ -106,7 +106,9 @@ class EventConsumer:
         looked = time.monotonic()
         while not self._stop.is_set():
             events: list[tuple[dict[str, Any], bytes]] = []
-            for message in client.consume(BATCH_MESSAGES, POLL_SECONDS):
+            first = client.poll(POLL_SECONDS)
+            # `consume` would sit out any timeout for a batch that is not full, while a caller waits: it is given none.
+            for message in [] if first is None else [first, *client.consume(BATCH_MESSAGES - 1, 0)]:
                 self._take(message, events)
             if events and not loop.is_closed():
                 loop.call_soon_threadsafe(_add_all, self._outcomes, events)
