@@ -13,9 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from itertools import accumulate
 from typing import Protocol, TypeVar, runtime_checkable
 
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Consumer, KafkaError, KafkaException, TopicPartition
@@ -24,9 +22,9 @@ from tenacity import Retrying, before_sleep_log, retry_if_exception_type, stop_a
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import RetryableError, StoreUnavailable
-from nearkin_shared.formats.message import is_batch, is_end
 from nearkin_shared.kafka.batch_spans import trace_records
 from nearkin_shared.kafka.clients import as_bytes, consumer, group, is_final, on_parts, topic, unavailable
+from nearkin_shared.kafka.fetched_records import FetchedRecords
 from nearkin_shared.kafka.rebalance import RebalanceTrigger
 from nearkin_shared.kafka.truncation import LeaderEpochs, Reading, read_again
 from nearkin_shared.observability import metrics
@@ -43,8 +41,17 @@ RETRY_SECONDS_MAX = 60.0
 RESTART_SECONDS = 1.0
 BATCH_MESSAGES = 32
 """Messages that a worker processes in one batch: 32 MiB at their largest."""
-BATCHES_MAX = 2
-"""Batches of small blobs among them: each has up to 256 blobs, and all other records wait for the step."""
+BATCH_MESSAGES_MIN = 16
+STEP_SECONDS = 0.1
+"""How long a step should take at most: the records of others wait for it. It has fewer messages on a busy machine."""
+FETCH_MESSAGES = 256
+PREFETCH = {
+    "queued.min.messages": 2 * BATCH_MESSAGES,
+    "fetch.message.max.bytes": 128 * 1024,
+    "fetch.queue.backoff.ms": 10,
+}
+"""Bounds of the client's queue, which is one for all partitions: by default 32 MiB of a flood would be before all else.
+The answers to fetches have equal shares of all partitions. With the default backoff each full queue cost a second."""
 GATHER_SECONDS = 1.0
 """How long a batch may grow while messages stream: one at a time costs a stage three times what one of sixteen does.
 No caller waits for it: a caller that waits has sent an end, which ends the batch."""
@@ -107,6 +114,18 @@ class SupportsCommitted(Protocol):
         """Release what records before a committed offset needed: they are not read again."""
 
 
+@runtime_checkable
+class SupportsRoundRobin(Protocol):
+    """A handler that takes all fetched records, and orders the work on them by itself.
+
+    It does some of it in each step.
+    """
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether it takes more records."""
+
+
 class Runnable(Protocol):
     """A worker that `run_forever` runs."""
 
@@ -125,21 +144,24 @@ class Loop:
         worker: str,
         handler: Handler,
         beat: Callable[[], None] = lambda: None,
+        is_held_back: Callable[[], bool] = lambda: False,
     ) -> None:
         """`worker` is a static member id of the group, kept over restarts (KIP-345).
 
-        `beat` is called after each step, idle ones included.
+        `beat` is called after each step, idle ones included. `is_held_back`: a later stage is far behind, so partitions
+        with many records wait.
         """
         self._settings = settings
         self._topic = topic(settings, name)
         self._handler = handler
-        self._beat = beat
+        self._sorts = handler if isinstance(handler, SupportsRoundRobin) else None
+        self._beat, self._is_held_back = beat, is_held_back
         self._stage = service
         self._name = worker
         self._committed: dict[int, tuple[int, str]] = {}
         self._epochs = LeaderEpochs()
         self._truncated: set[int] = set()
-        """Partitions of which the batch that is being taken holds records behind a truncation: they come again."""
+        """Partitions of which the records that are being fetched are behind a truncation: they come again."""
         self._last_commit = time.monotonic()
         self._paused = False
         self._failed = False
@@ -147,11 +169,14 @@ class Loop:
         self._mine: set[int] = set()
         """Partitions that the handler has."""
         self._streaming = False
-        self._taken: list[KafkaMessage] = []
+        self._fetched: FetchedRecords[Record] = FetchedRecords()
         """Records not processed yet. Waiting for more of them may lose a partition, and their work with it."""
+        self._full: set[int] = set()
+        """Partitions that are not fetched until some of their records are processed."""
+        self._step_messages = BATCH_MESSAGES
         self._idle_seconds = 0.0
         self._consumer: Consumer = consumer(
-            settings, group(settings, service), worker, **{"group.instance.id": self._name}
+            settings, group(settings, service), worker, **{"group.instance.id": self._name}, **PREFETCH
         )
         self._second_round = RebalanceTrigger(settings, group(settings, service))
 
@@ -167,7 +192,9 @@ class Loop:
                 records = self._take()
                 if records:
                     failpoint("worker.received")
+                    began = time.monotonic()
                     hand_over(self._stage, self._handler, records)
+                    self._fit_step(len(records), time.monotonic() - began)
                     failpoint("worker.handled")
                 self._idle_seconds = min(self._handler.idle(), IDLE_SECONDS)
                 if time.monotonic() - self._last_commit >= COMMIT_SECONDS:
@@ -191,46 +218,70 @@ class Loop:
                 self._handler.close()
 
     def _take(self) -> list[Record]:
-        """Return available records.
+        """Return the records of the next step, by round robin over partitions.
 
-        In a stream of messages also those that arrive within GATHER_SECONDS, unless an end is among them.
+        In a stream of messages also those that arrive within GATHER_SECONDS, unless an end is among them or the handler
+        has work that is due.
         """
-        room = BATCH_MESSAGES
-        if self._taken and not self._paused:
-            return self._take_held()
-        first = self._consumer.poll(self._idle_seconds)
-        metrics.RECORD_AGE.labels(self._stage).set(_age_seconds(first))
-        if first is None:
-            self._streaming = False
+        if self._sorts is not None and not self._sorts.has_room:
             return []
-        self._taken.append(first)
-        # `consume` would sit out any timeout for a batch that is not full: it is given none.
-        ended = self._take_more(self._consumer.consume(room - 1, 0)) or _ends(first)
-        deadline = time.monotonic() + GATHER_SECONDS
-        while self._streaming and not ended and len(self._taken) < room and (left := deadline - time.monotonic()) > 0:
-            more = self._consumer.poll(left)
-            if more is None:
+        self._resume_emptied()
+        is_held_back = self._is_held_back()
+        arrived = self._fetch(0.0 if len(self._fetched) and not is_held_back else self._idle_seconds)
+        gather_seconds = GATHER_SECONDS if self._idle_seconds >= IDLE_SECONDS else self._idle_seconds
+        deadline = time.monotonic() + gather_seconds
+        while arrived and self._streaming and not self._fetched.has_end:
+            left = deadline - time.monotonic()
+            if left <= 0 or len(self._fetched) >= self._step_messages:
                 break
-            self._taken.append(more)
-            ended = self._take_more(self._consumer.consume(room - len(self._taken), 0)) or _ends(more)
-        self._streaming = True
-        self._truncated.clear()
-        return self._take_held()
+            arrived = self._fetch(left)
+        self._streaming = len(self._fetched) > 0
+        if self._paused:
+            return []
+        if self._sorts is not None:
+            return self._fetched.take(len(self._fetched))
+        return self._fetched.take(self._step_messages, short_alone=is_held_back)
 
-    def _take_held(self) -> list[Record]:
-        """Return the first of the taken records, with BATCHES_MAX batches at most.
+    def _fetch(self, seconds: float) -> bool:
+        """Hold the records that the client has; return whether there were any.
 
-        The others stay for the next step.
+        Waits for the first one.
         """
-        batches = list(accumulate(map(_has_blobs, self._taken)))
-        count = bisect_right(batches, BATCHES_MAX)
-        taken, self._taken[:] = self._taken[:count], self._taken[count:]
-        return [record for message in taken if (record := self._record(message)) is not None]
+        first = self._consumer.poll(seconds)
+        if first is not None or not len(self._fetched):
+            metrics.RECORD_AGE.labels(self._stage).set(_age_seconds(first))
+        if first is None:
+            return False
+        self._truncated.clear()
+        self._hold(first)  # before the client may lose its partition in the next call
+        # `consume` would sit out any timeout for a batch that is not full: it is given none.
+        for message in self._consumer.consume(FETCH_MESSAGES - 1, 0):
+            self._hold(message)
+        full = {part for part in self._mine - self._full if self._fetched.is_full(part, len(self._mine))}
+        if full:
+            self._consumer.pause([TopicPartition(self._topic, part) for part in full])
+            self._full |= full
+        return True
 
-    def _take_more(self, messages: list[KafkaMessage]) -> bool:
-        """Take messages; return whether an end is among them."""
-        self._taken += messages
-        return any(map(_ends, messages))
+    def _hold(self, message: KafkaMessage) -> None:
+        record = self._record(message)
+        if record is not None and record.partition in self._mine:
+            self._fetched.add(record)
+
+    def _resume_emptied(self) -> None:
+        """Fetch partitions again whose records are processed by half."""
+        if self._paused or not self._full:
+            return
+        emptied = {part for part in self._full if self._fetched.has_room(part, len(self._mine))}
+        if emptied:
+            self._consumer.resume([TopicPartition(self._topic, part) for part in emptied])
+            self._full -= emptied
+
+    def _fit_step(self, messages: int, seconds: float) -> None:
+        """Choose the size of the next step by how long one took."""
+        if messages >= self._step_messages or seconds > STEP_SECONDS:
+            fitting = int(messages * STEP_SECONDS / max(seconds, 1e-6))
+            self._step_messages = min(BATCH_MESSAGES, max(BATCH_MESSAGES_MIN, fitting))
 
     def _record(self, message: KafkaMessage) -> Record | None:
         problem = message.error()
@@ -278,7 +329,7 @@ class Loop:
         if paused:
             self._consumer.pause(parts)  # again each time: partitions may have come meanwhile
         elif self._paused:
-            self._consumer.resume(parts)
+            self._consumer.resume([part for part in parts if part.partition not in self._full])
         self._paused = paused
 
     def _assigned(self, client: Consumer, parts: list[TopicPartition]) -> None:
@@ -294,6 +345,8 @@ class Loop:
         client.incremental_assign(begins or parts)
         if self._closing:
             return
+        if not self._paused:
+            client.resume(begins or parts)  # a pause outlasts the loss of a partition
         self._second_round.begin()
         _log.info("%s: took partitions %s", self._topic, sorted(part.partition for part in parts))
 
@@ -311,10 +364,10 @@ class Loop:
         client.incremental_unassign(parts)
 
     def _forget(self, parts: list[TopicPartition]) -> None:
-        gone = {part.partition for part in parts}
-        # The next owner of the partition begins at the committed offsets, which are before them.
-        self._taken[:] = [message for message in self._taken if message.partition() not in gone]
         for part in parts:
+            # The next owner of the partition begins at the committed offsets, which are before these records.
+            self._fetched.drop(part.partition)
+            self._full.discard(part.partition)
             if part.partition in self._mine:
                 self._mine.remove(part.partition)
                 self._handler.on_dropped(part.partition)
@@ -363,14 +416,6 @@ def _age_seconds(message: KafkaMessage | None) -> float:
         return 0.0
     kind, sent_ms = message.timestamp()
     return 0.0 if kind == TIMESTAMP_NOT_AVAILABLE else max(0.0, time.time() - sent_ms / 1000)
-
-
-def _has_blobs(message: KafkaMessage) -> bool:
-    return is_batch(as_bytes(message.value()) or b"")
-
-
-def _ends(message: KafkaMessage) -> bool:
-    return is_end(as_bytes(message.value()) or b"")
 
 
 def patiently(work: Callable[[], Made]) -> Made:

@@ -24,6 +24,7 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, NearkinError, RetryableError
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.gc_status import GcStatusStore
+from nearkin_shared.kafka.commit_backlog import CommitBacklog
 from nearkin_shared.kafka.consumer_loop import Handler, Loop, run_forever
 from nearkin_shared.kafka.fleet_store import connect_fleet
 from nearkin_shared.kafka.heartbeat import report
@@ -58,6 +59,7 @@ class Context:
     worker: str
     monitor: Monitor
     authenticator: EnvelopeAuthenticator
+    commits: CommitBacklog
 
     @property
     def secret(self) -> bytes:
@@ -228,7 +230,7 @@ def _connect(
         authenticator = authenticator_of(settings, found)
         hot = LiveConfig(settings, config_file, authenticator)
         hot.start()
-        return Context(settings, hot, objects, found, index, worker, monitor, authenticator)
+        return Context(settings, hot, objects, found, index, worker, monitor, authenticator, CommitBacklog())
     return None
 
 
@@ -239,7 +241,10 @@ def _thread(
 
     def make() -> Loop:
         worker = f"{part.service}-{context.worker}"
-        return Loop(context.settings, part.service, part.topic, worker, part.make(context), pulse.beat)
+        handler = part.make(context)
+        return Loop(
+            context.settings, part.service, part.topic, worker, handler, pulse.beat, lambda: context.commits.is_long
+        )
 
     def run() -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.formats.blob_table import BatchedBlob
 from nearkin_shared.formats.message import Batch, Envelope, Frame, encode
 from nearkin_shared.kafka import consumer_loop
-from nearkin_shared.kafka.consumer_loop import BATCHES_MAX, Loop
+from nearkin_shared.kafka.consumer_loop import BATCH_MESSAGES, Loop
+from nearkin_shared.kafka.fetched_records import LARGE_MAX
 
 NOTHING = np.zeros(0, np.uint8)
 BATCH = encode(Batch(Envelope(bytes(16), "t", "k", blobs=1), (BatchedBlob("k", 0, bytes(32), bytes(16), 1),), NOTHING))
@@ -77,22 +79,24 @@ class Client:
 def loop_over(monkeypatch: Any, waiting: list[Received]) -> Loop:
     client = Client(waiting)
     monkeypatch.setattr(consumer_loop, "consumer", lambda *_, **__: client)
-    handler: Any = None
-    return Loop(Settings(), "chunker", "frames", "w", handler)
+    handler: Any = SimpleNamespace(on_dropped=lambda partition: None)
+    loop = Loop(Settings(), "chunker", "frames", "w", handler)
+    loop._mine = {0, 1}
+    return loop
 
 
 def test_step_takes_few_batches_and_the_rest_later(monkeypatch: Any) -> None:
     """A PUT behind many batches must not wait until one step has processed all of them."""
-    waiting = [Received(at, BATCH) for at in range(2 * BATCHES_MAX)] + [Received(2 * BATCHES_MAX, FRAME)]
+    waiting = [Received(at, BATCH) for at in range(2 * LARGE_MAX)] + [Received(2 * LARGE_MAX, FRAME)]
     loop = loop_over(monkeypatch, waiting)
-    assert [record.offset for record in loop._take()] == list(range(BATCHES_MAX))
-    assert [record.offset for record in loop._take()] == list(range(BATCHES_MAX, 2 * BATCHES_MAX + 1))
+    assert [record.offset for record in loop._take()] == list(range(LARGE_MAX))
+    assert [record.offset for record in loop._take()] == list(range(LARGE_MAX, 2 * LARGE_MAX + 1))
     assert loop._take() == []
 
 
 def test_held_records_of_a_lost_partition_are_dropped(monkeypatch: Any) -> None:
     """Its next owner reads them: they are above the committed offset."""
-    loop = loop_over(monkeypatch, [Received(at, BATCH, part=at % 2) for at in range(3 * BATCHES_MAX)])
+    loop = loop_over(monkeypatch, [Received(at, BATCH, part=at % 2) for at in range(3 * LARGE_MAX)])
     loop._take()
     part: Any = Received(0, b"", part=1)
     part.partition = 1
@@ -101,9 +105,20 @@ def test_held_records_of_a_lost_partition_are_dropped(monkeypatch: Any) -> None:
 
 
 def test_paused_loop_takes_no_held_records(monkeypatch: Any) -> None:
-    loop = loop_over(monkeypatch, [Received(at, BATCH) for at in range(2 * BATCHES_MAX)])
+    loop = loop_over(monkeypatch, [Received(at, BATCH) for at in range(2 * LARGE_MAX)])
     loop._take()
     loop._paused = True
     assert loop._take() == []
     loop._paused = False
-    assert len(loop._take()) == BATCHES_MAX
+    assert len(loop._take()) == LARGE_MAX
+
+
+def test_flood_waits_while_a_later_stage_is_behind(monkeypatch: Any) -> None:
+    """Partitions with few records go on; the others do once the later stage has caught up."""
+    loop = loop_over(monkeypatch, [*(Received(at, FRAME) for at in range(100)), Received(0, FRAME, part=1)])
+    is_behind = [True]
+    loop._is_held_back = lambda: is_behind[0]
+    assert [record.partition for record in loop._take()] == [1]
+    assert loop._take() == []
+    is_behind[0] = False
+    assert len(loop._take()) == BATCH_MESSAGES
