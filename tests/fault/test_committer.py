@@ -93,6 +93,8 @@ class Log:
     def read(self, start: int = 0) -> dict[str, str]:
         """Pass on all records from `start`; return the last event of each key."""
         self.handler.handle(self.records[start:])
+        while len(self.handler._ready):
+            self.handler.idle()
         return self.states()
 
     def states(self) -> dict[str, str]:

@@ -13,7 +13,9 @@ def handler(context: Context, _: ConnectOutbox) -> CommitterHandler:
     locks = RedisKeyLocks(context.index)
     manifests, worker = ManifestStore(context.objects, locks), f"committer-{context.worker}"
     backlog, authenticator = Backlog(context.settings), context.authenticator
-    return CommitterHandler(context.settings, manifests, context.lanes(), worker, backlog, authenticator, locks)
+    return CommitterHandler(
+        context.settings, manifests, context.lanes(), worker, backlog, authenticator, locks, context.commits
+    )
 
 
 STAGE = PipelineStage("committer", "placed", handler, is_keyed_otherwise=True)

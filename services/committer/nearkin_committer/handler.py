@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from nearkin_committer.batch_commit import BatchCommits, CommittedVersion, ends_of
 from nearkin_committer.open_blob import BlobName, OpenBlob, lacks_bytes
+from nearkin_committer.round_robin import RoundRobin
 from nearkin_committer.version_content import VersionContent, assemble_content, make_manifest, split_content
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, PermanentError, PreconditionFailed, RetryableError
@@ -27,6 +28,7 @@ from nearkin_shared.formats.manifest import Manifest, moment_of
 from nearkin_shared.formats.message import BatchEnd, End, Envelope, Placed
 from nearkin_shared.index.protocols import SupportsReports
 from nearkin_shared.kafka.clients import Outbox
+from nearkin_shared.kafka.commit_backlog import CommitBacklog
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record, patiently
 from nearkin_shared.kafka.lag import BACKLOG_SECONDS, WAITS, Backlog
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
@@ -66,6 +68,10 @@ LOOKS = 10
 CLOCK_SKEW_US = CLOCK_SKEW_SECONDS_MAX * 1_000_000
 """A version older than its blob's start by more than this has another origin."""
 
+COMMITTING_SECONDS = 0.02
+"""How long complete blobs are committed before further records are read: a blob of another tenant may be among them."""
+READY_BLOBS_MAX = 8192
+"""Complete blobs that wait for their commit, in memory; others wait in Kafka. Some 3 KiB each."""
 EARLIER_VERSIONS_MAX = 1000
 """Versions of a key that the search for an earlier attempt reads at most: about 20 s on S3, once per process."""
 
@@ -95,10 +101,11 @@ class CommitterHandler:
         backlog: Backlog,
         authenticator: EnvelopeAuthenticator | None,
         refusals: Refusals | None = None,
+        commits: CommitBacklog | None = None,
     ) -> None:
         """`backlog`: checked before a blob fails for lack of segments.
 
-        `refusals`: of conditional puts.
+        `refusals`: of conditional puts. `commits`: receives the number of complete blobs that wait.
         """
         self._refusals = refusals
         self._settings = settings
@@ -113,6 +120,11 @@ class CommitterHandler:
         self._offsets: dict[int, PartitionOffsets] = {}
         self._open: OrderedDict[BlobName, OpenBlob] = OrderedDict()
         """In the order of the last message."""
+        self._ready: RoundRobin[tuple[str, bool], tuple[OpenBlob, Record]] = RoundRobin()
+        """Complete blobs, by tenant. Records of users' topics have their own queue: no client waits, a key has order."""
+        self._commits = CommitBacklog() if commits is None else commits
+        self._commits.blobs = 0
+        self._has_committed = False  # in `handle`, so that `idle` lets further records be read first
         self._records = 0
         self._looked = -math.inf
         self._finished: OrderedDict[BlobName, None] = OrderedDict()
@@ -123,30 +135,47 @@ class CommitterHandler:
         self._offsets[partition] = PartitionOffsets()
 
     def handle(self, records: list[Record]) -> None:
-        """Add records to their blobs; commit complete blobs."""
+        """Add records to their blobs; commit complete blobs, for COMMITTING_SECONDS."""
         done: list[tuple[int, int]] = []
         for record in records:
             self._offsets[record.partition].start(record.offset)
             done += self._one(record)
+        done += self._commit_ready()
+        self._has_committed = True
         self._outbox.flush()
         self._done(done)
 
+    @property
+    def has_room(self) -> bool:
+        """Return whether few blobs wait for their commit."""
+        return self._commits.blobs < READY_BLOBS_MAX
+
     def idle(self) -> float:
+        """Commit complete blobs, for COMMITTING_SECONDS; fail blobs that receive no more segments."""
+        if len(self._ready) and not self._has_committed:
+            done = self._commit_ready()
+            self._outbox.flush()
+            self._done(done)
+        self._has_committed = False
+        self._fail_late()
+        return 0.0 if len(self._ready) else IDLE_SECONDS
+
+    def _fail_late(self) -> None:
         """Fail blobs that receive no more segments, since an earlier stage put one aside.
 
         Not while an earlier stage lags that far behind: an outage would fail every accepted blob. The wait then starts
         again: segments that a stage has caught up with still have the other stages before them.
         """
         seconds, now = self._settings.kafka.upload_idle_seconds, time.monotonic()
-        waiting = [blob for blob in self._open.values() if now - blob.last_seen > seconds]
+        waiting = [blob for blob in self._open.values() if not blob.is_ready and now - blob.last_seen > seconds]
         if not waiting or now - self._looked < max(BACKLOG_SECONDS, seconds / LOOKS):
-            return IDLE_SECONDS
+            return
         self._looked = now
         if self._unread(waiting) or self._backlog.oldest_seconds(STAGES_BEFORE) > seconds:
             for blob in waiting:
                 blob.last_seen = now
                 self._open.move_to_end(blob.name)
-            return IDLE_SECONDS
+            return
         for blob in waiting:
             known = None if blob.envelope.blobs else blob.failure
             if known is not None or now - blob.last_seen > LATE_TIMES * seconds:
@@ -154,7 +183,6 @@ class CommitterHandler:
                 done = self._fail(blob, failure, None)
                 self._outbox.flush()
                 self._done(done)
-        return IDLE_SECONDS
 
     def _unread(self, blobs: Iterable[OpenBlob]) -> bool:
         """Return whether the topic has unread records in the partitions of these blobs."""
@@ -202,6 +230,8 @@ class CommitterHandler:
         self._records += 1
         blob.records.append(place)
         blob.last_seen = time.monotonic()
+        if blob.is_ready:  # sent again
+            return []
         if isinstance(message, Placed):
             blob.add(message)
         elif isinstance(message, BatchEnd):
@@ -224,11 +254,26 @@ class CommitterHandler:
         if blob.batch is not None and blob.failure is not None:
             return self._fail(blob, blob.failure, trace_of(record))
         if blob.is_complete:
-            if blob.batch is not None:
-                return self._carry_out_batch(blob, blob.batch, record)
-            assert end is not None
-            return self._carry_out(blob, end, record)
+            blob.is_ready = True
+            self._ready.add((blob.envelope.tenant, blob.is_of_topic), (blob, record))
+            self._commits.blobs += blob.count
+            return []
         return self._make_room(blob)
+
+    def _commit_ready(self) -> list[tuple[int, int]]:
+        """Commit complete blobs for COMMITTING_SECONDS; return their records."""
+        done: list[tuple[int, int]] = []
+        until = time.monotonic() + COMMITTING_SECONDS
+        while len(self._ready) and (not done or time.monotonic() < until):
+            _, (blob, record) = self._ready.take()
+            self._commits.blobs -= blob.count
+            if self._open.get(blob.name) is not blob:  # its partition was revoked
+                continue
+            if blob.batch is not None:
+                done += self._carry_out_batch(blob, blob.batch, record)
+            elif blob.end is not None:
+                done += self._carry_out(blob, blob.end, record)
+        return done
 
     def _carry_out(self, blob: OpenBlob, end: End, record: Record) -> list[tuple[int, int]]:
         """Commit a complete blob, or fail it; return its records."""
@@ -245,11 +290,11 @@ class CommitterHandler:
         would fail all of them if slightly too many are active in parallel.
         """
         if len(self._open) > OPEN_BLOBS_MAX:
-            longest = next(iter(self._open.values()))
+            longest = next(blob for blob in self._open.values() if not blob.is_ready)
             dead = time.monotonic() - longest.last_seen > self._settings.kafka.upload_idle_seconds
             blob, problem = longest if dead else newest, f"more than {OPEN_BLOBS_MAX} blobs are gathering"
         elif self._records > RECORDS_MAX:
-            blob = max(self._open.values(), key=lambda one: len(one.records))
+            blob = max((one for one in self._open.values() if not one.is_ready), key=lambda one: len(one.records))
             problem = f"the blobs that are gathering have more than {RECORDS_MAX} records, this one most of them"
         else:
             return []

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from nearkin_shared.errors import PreconditionFailed
 from nearkin_shared.formats.message import BatchEnd, End, Envelope, Placed
 
+TOPIC_METADATA = "kafka"
+"""Name of the metadata in which ingest writes a record's position."""
 BlobName = tuple[int, bytes, str, str]
 """Partition, blob id, tenant, key: the same blob id from another tenant or partition is another blob (I9)."""
 
@@ -35,6 +37,18 @@ class OpenBlob:
 
     Of one blob: which bytes a stage lacked; it fails if its segments do not arrive.
     """
+    is_ready: bool = False
+    """Whether it was found complete and waits for its commit."""
+
+    @property
+    def count(self) -> int:
+        """Return how many versions it becomes."""
+        return 1 if self.batch is None else len(self.batch.blobs)
+
+    @property
+    def is_of_topic(self) -> bool:
+        """Return whether it was a record of a user's topic, or a batch of them."""
+        return self.batch is not None or (self.end is not None and TOPIC_METADATA in self.end.metadata)
 
     @property
     def is_complete(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
@@ -11,9 +11,11 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from nearkin_committer import handler as committer_handler
 from nearkin_committer.handler import CommitterHandler
+from nearkin_committer.open_blob import OpenBlob
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.formats.message import End, Envelope, encode
+from nearkin_shared.formats.blob_table import BatchedBlob
+from nearkin_shared.formats.message import BatchEnd, End, Envelope, encode
 from nearkin_shared.kafka.clients import Headers
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.lag import Backlog
@@ -189,3 +191,84 @@ def test_blobs_that_wait_again_are_evicted_last(monkeypatch: pytest.MonkeyPatch)
     handler._open[0, BLOB, "t", "key"].last_seen -= 61
     handler.idle()
     assert [name[1] for name in handler._open] == [other, BLOB], "the blob seen last must be the last"
+
+
+def with_slow_commits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> tuple[CommitterHandler, list[str]]:
+    """Return a handler whose commits take a second each, and the tenants that it commits for, in their order."""
+    handler, order = waiting_for_a_segment(monkeypatch, Waiting(), clock, ()), list[str]()
+
+    def carry_out(blob: OpenBlob, end: End, record: Record) -> list[tuple[int, int]]:
+        clock.now += 1
+        order.append(blob.envelope.tenant)
+        return handler._finish(blob)
+
+    monkeypatch.setattr(handler, "_carry_out", carry_out)
+    return handler, order
+
+
+def complete(offset: int, tenant: str, metadata: Mapping[str, str] | None = None) -> Record:
+    """Return the record that completes a blob without segments."""
+    blob = offset.to_bytes(16, "big")
+    whole = End(Envelope(blob, tenant, "k"), 1, blob, 0, bytes(32), segments=0, metadata=dict(metadata or {}))
+    return Record("placed", 0, offset, blob, encode(whole), {}, ())
+
+
+def test_flood_delays_no_commit_of_another_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A complete blob of a tenant with no other one is committed next, though five of another tenant came first."""
+    handler, order = with_slow_commits(monkeypatch, Clock())
+    handler.handle([complete(offset, "flood") for offset in range(5)])
+    handler.handle([complete(5, "quiet")])
+    assert order == ["flood", "quiet"]
+    assert list(handler.committable()) == [(0, 1, "")], "blobs that wait are read again after a crash (I4)"
+    handler.idle()
+    while handler.idle() == 0.0:
+        pass
+    assert order == ["flood", "quiet", *4 * ["flood"]]
+    assert list(handler.committable()) == [(0, 6, "")]
+
+
+def test_lost_partition_takes_its_complete_blobs_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next owner commits them; here they would be committed without the partition."""
+    handler, order = with_slow_commits(monkeypatch, Clock())
+    handler.handle([complete(offset, "flood") for offset in range(3)])
+    handler.on_dropped(0)
+    handler.idle()
+    handler.idle()
+    assert order == ["flood"]
+
+
+def test_complete_blob_that_waits_is_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the blobs before it take, and though its end is sent again."""
+    clock = Clock()
+    handler, order = with_slow_commits(monkeypatch, clock)
+    handler.handle([complete(0, "t"), complete(1, "t")])
+    handler.handle([complete(1, "t")])
+    clock.now += 10_000
+    handler._fail_late()
+    handler.idle()
+    handler.idle()
+    sent_events: Any = handler._outbox
+    assert (order, sent_events.events) == (["t", "t"], [])
+
+
+def test_committer_with_many_complete_blobs_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committer_handler, "READY_BLOBS_MAX", 2)
+    handler, _ = with_slow_commits(monkeypatch, Clock())
+    handler.handle([complete(offset, "t") for offset in range(3)])
+    assert handler._commits.blobs == 2, "other stages of the process read it"
+    assert not handler.has_room
+    handler.handle([])
+    assert handler.has_room
+
+
+def test_upload_waits_for_no_records_of_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client waits for an upload, and none for the records of a topic, which keep their order."""
+    handler, _ = with_slow_commits(monkeypatch, Clock())
+    carry_out: Any = handler._carry_out
+    monkeypatch.setattr(handler, "_carry_out_batch", carry_out)
+    batch = b"batch-of-records"
+    blobs = tuple(BatchedBlob(f"k{number}", 0, bytes(32), bytes(16), 1, segments=0) for number in range(2))
+    ended = encode(BatchEnd(Envelope(batch, "records", "k0", blobs=2), blobs))
+    handler.handle([Record("placed", 0, 0, batch, ended, {}, ()), complete(1, "records", {"kafka": "t[0]@7"})])
+    handler.handle([complete(2, "records")])
+    assert [name[1] for name in handler._finished] == [batch, (2).to_bytes(16, "big")]
