@@ -20,6 +20,7 @@ import numpy as np
 
 from nearkin_delta import DeltaOutcome, DeltaStage, FinishedContainer, StageResources
 from nearkin_delta.blob_packs import BlobPacks
+from nearkin_delta.tenant_activity import TenantActivity
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, Corrupt, KeysLost, NotFound, PermanentError, RetryableError, TenantErased
 from nearkin_shared.formats.message import BatchEnd, End, Envelope, Message, Paired, Placed, encode
@@ -50,7 +51,8 @@ _log = logging.getLogger("nearkin.delta")
 LINGER_SECONDS = 1.0
 """Maximum time that chunks stay in an open container; the end of a blob finishes it sooner."""
 SETTLE_SECONDS = 0.02
-"""After a blob's end its container is finished if no message arrives for this long: a client waits for its 201."""
+"""After a blob's end its container is finished if no message of its tenant arrives for this long: a client waits for
+its 201. While the work is for other tenants it is finished at once: the wait would be for their messages."""
 WAIT_SECONDS = 0.1
 """The same while messages keep arriving: a client waits, and a stream of small records has no pause."""
 SEAL_SECONDS = 0.5
@@ -165,7 +167,7 @@ class DeltaHandler:
         self._open: dict[str, _Open] = {}
         self._finished: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._committer: Worker[_Job] = Worker("delta-commit", self._commit, JOBS_MAX)
-        self._busy = False
+        self._activity = TenantActivity()
         self._reader = PayloadReader(objects)
         self._packs = BlobPacks(PackRemover(objects))
 
@@ -176,7 +178,6 @@ class DeltaHandler:
     def handle(self, records: list[Record]) -> None:
         """Encode the chunks of records."""
         self._committer.check()  # a failure of the commit thread is not attributed to these records
-        self._busy = True
         for record in records:
             self._offsets[record.partition].start(record.offset)
         readable = [found for record in records if (found := self._with_bytes(record)) is not None]
@@ -198,12 +199,14 @@ class DeltaHandler:
 
     def idle(self) -> float:
         """Finish the containers that are due: after the end of a blob, or after LINGER_SECONDS."""
-        now, busy, self._busy = time.monotonic(), self._busy, False
+        now, busy = time.monotonic(), self._activity.end_step()
         due_seconds = IDLE_SECONDS
-        for container_state in self._open.values():
+        for tenant, container_state in self._open.items():
             if not container_state.held:
                 continue
-            settled = container_state.ended is not None and not busy and now - container_state.ended >= SETTLE_SECONDS
+            settled = container_state.ended is not None and (
+                self._activity.is_minor(tenant) if busy[tenant] else now - container_state.ended >= SETTLE_SECONDS
+            )
             is_late = container_state.awaited is not None and now - container_state.awaited >= WAIT_SECONDS
             if settled or is_late or now - container_state.since >= LINGER_SECONDS:
                 self._seal(container_state)
@@ -395,8 +398,8 @@ class DeltaHandler:
             container_state = self._open[tenant] = _Open(lane, settings, stage)
         return container_state
 
-    @staticmethod
-    def _hold(container_state: _Open, held: _PendingMessage) -> None:
+    def _hold(self, container_state: _Open, held: _PendingMessage) -> None:
+        self._activity.add(held.message.envelope.tenant)
         if not container_state.held:
             container_state.since = time.monotonic()
         # Without the records' bytes: one container of 4 MiB kept 70 MiB of the messages of a log, up to 1 MB each.

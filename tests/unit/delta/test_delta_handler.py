@@ -77,14 +77,14 @@ class World:
     def dead(self) -> list[Mapping[str, bytes | None]]:
         return [letter for outbox in self.outboxes for letter in outbox.dead]
 
-    def paired(self) -> list[bytes]:
-        """Return the messages that the earlier stages make of CONTENT."""
-        stage = ChunkerStage(SETTINGS, Fingerprinter(b"s" * 32, "t"))
-        payload = np.frombuffer(CONTENT, np.uint8)
+    def paired(self, content: bytes = CONTENT, tenant: str = "t") -> list[bytes]:
+        """Return the messages that the earlier stages make of a content."""
+        stage = ChunkerStage(SETTINGS, Fingerprinter(b"s" * 32, tenant))
+        payload = np.frombuffer(content, np.uint8)
         batch = stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(payload), True),)), LookupResults()).segments
         values, position, sequence = [], 0, 0
         for part in split_segments(batch, 3):
-            values.append(encode(Segments(Envelope(b"b" * 16, "t", "key", position, sequence), part)))
+            values.append(encode(Segments(Envelope(b"b" * 16, tenant, "key", position, sequence), part)))
             position, sequence = position + part.logical_bytes, sequence + part.segments
         for work in (
             dedup_work(SETTINGS, self.lanes),
@@ -216,3 +216,21 @@ def test_stream_of_records_does_not_hold_back_a_client(world: World, monkeypatch
     world.handler.idle()
     world.handler._committer.drain()
     assert world.steps == ["placed"] * (len(values) + 2)
+
+
+def test_tenant_with_few_messages_waits_for_no_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A blob of a tenant with few messages among many of another one is stored when its end has come."""
+    monkeypatch.setattr(delta_handler, "time", SimpleNamespace(monotonic=lambda: 1000.0, time=time.time))
+    ends = [
+        encode(End(Envelope(bytes([at] * 16), "t", "key"), 1, bytes(16), 0, bytes(32), segments=0)) for at in range(20)
+    ]
+    world.handler.handle(records([*world.paired(), *ends]))
+    world.handler.idle()
+    world.handler._committer.drain()
+    assert not world.steps
+    end = encode(End(Envelope(b"b" * 16, "quiet", "key"), 1, bytes(16), 4096, bytes(32), segments=1))
+    world.handler.handle(records([*world.paired(CONTENT[:4096], "quiet"), end]))
+    world.handler.idle()
+    world.handler._committer.drain()
+    sent = [decode(value, "placed").envelope.tenant for outbox in world.outboxes for value in outbox.values]
+    assert sent == ["quiet", "quiet"]
