@@ -10,6 +10,7 @@ Invariant: every added blob is in a message when `send_all` has returned.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,7 @@ from blake3 import blake3
 
 from nearkin_ingest.frames import STAGE, attempt_id, partition_of
 from nearkin_ingest.records import Intake
-from nearkin_shared.formats.blob_table import BatchedBlob
+from nearkin_shared.formats.blob_table import BatchedBlob, blob_id
 from nearkin_shared.formats.message import Batch, Envelope, encode
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.record_guard import headers_of
@@ -51,8 +52,9 @@ class _OpenBatch:
 class BlobBatches:
     """The open batches of one consumer. Not thread-safe."""
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    def __init__(self, outbox: Outbox, on_sent: Callable[[bytes, int], None]) -> None:
+        """`on_sent` receives the id and the bytes of each blob that is sent."""
+        self._outbox, self._on_sent = outbox, on_sent
         self._open: dict[tuple[str, int], _OpenBatch] = {}
 
     @staticmethod
@@ -106,6 +108,8 @@ class BlobBatches:
         payload = np.frombuffer(b"".join(batch.values), np.uint8)
         value = encode(Batch(envelope, tuple(batch.blobs), payload))
         self._outbox.send("frames", attempt, value, headers_of(STAGE, "batch", envelope, None))
+        for number, blob in enumerate(batch.blobs):
+            self._on_sent(blob_id(attempt, number), blob.size_bytes)
 
 
 def _has_room(batch: _OpenBatch, value_bytes: int, row_bytes: int) -> bool:

@@ -5,7 +5,7 @@
 Blobs of a key become versions in the order of their records. A record that is delivered again has the same origin, so
 it is committed once. A record that can never be stored becomes a dead letter; one whose object cannot be read now holds
 back its own partition only, at most for RECORD_RETRY_SECONDS. After a loss of Kafka the consumer restarts from its
-committed offsets (`run_forever`).
+committed offsets (`run_forever`). It takes no records while many of its blobs are in flight (`blobs_in_flight`).
 
 Invariant: a record's offset is committed after its blob, or its dead letter, is durable.
 """
@@ -34,6 +34,7 @@ from confluent_kafka.admin import AdminClient
 from tenacity import RetryCallState, Retrying, wait_random_exponential
 
 from nearkin_ingest.blob_batches import BlobBatches
+from nearkin_ingest.blobs_in_flight import BlobsInFlight
 from nearkin_ingest.frames import (
     STAGE,
     DependencyUnavailable,
@@ -72,6 +73,7 @@ BATCH_RECORDS = 500
 """Records between two flushes; the client's prefetch bounds their bytes, 32 MiB."""
 ALIVE_SECONDS = 5.0
 """Interval at which a consumer polls while it streams a long object, to stay in the group."""
+PAUSE_AFTER_SECONDS = 5.0
 BACKOFF_SECONDS_MAX = 30.0
 RECORD_RETRY_SECONDS = 3600
 """How long a record may block its partition while a dependency is unavailable; then it becomes a dead letter."""
@@ -116,7 +118,8 @@ class IngestConsumer:
         self._tenants = tenants_of(settings)
         self._beat = beat
         self._outbox = Outbox(settings, f"{worker}-ingest", authenticator)
-        self._batches = BlobBatches(self._outbox)
+        self._in_flight = BlobsInFlight(settings, f"{worker}-ingest-events")
+        self._batches = BlobBatches(self._outbox, self._in_flight.add)
         self._consumer: Consumer = consumer(
             settings,
             settings.ingest.group or group(settings, STAGE),
@@ -140,19 +143,20 @@ class IngestConsumer:
         self._ahead: deque[KafkaMessage] = deque()
         self._paused = False
         self._stop = threading.Event()
-        self._alive_at = time.monotonic()
+        self._alive_at = self._roomy_at = time.monotonic()
 
     def run(self, stop: threading.Event, paused: Callable[[], bool]) -> None:
         """Consume until `stop`. Raises RetryableError if Kafka is unavailable."""
         self._stop = stop
         try:
             self._look_at_cluster()
+            self._in_flight.open()
             came, went, lost = (on_parts(self._settings, on) for on in (self._assigned, self._revoked, self._lost))
             self._consumer.subscribe(list(self._tenants), on_assign=came, on_revoke=went, on_lost=lost)
             while not stop.is_set():
-                self._pause(paused())
+                self._pause(paused() or self._is_held_back())
                 self._resume_due()
-                self._step(self._take())  # 1
+                self._step(self._take() if self._paused or self._in_flight.has_room() else [])  # 1
                 self._beat()
         except KafkaException as err:
             raise unavailable(self._settings, err) from err
@@ -160,6 +164,7 @@ class IngestConsumer:
             self._second_round.end()
             try:
                 self._outbox.close()
+                self._in_flight.close()
             finally:
                 self._closing = True
                 self._consumer.close()
@@ -191,7 +196,8 @@ class IngestConsumer:
         attributes = tracing.about(attempt, intake.tenant)
         with tracing.span(STAGE, intake.traceparent, attributes, begins=True) as traceparent:
             traced = replace(intake, traceparent=traceparent)
-            send_blob(self._outbox, traced, attempt, origin, self._pieces(intake, place))
+            size_bytes = send_blob(self._outbox, traced, attempt, origin, self._pieces(intake, place))
+            self._in_flight.add(attempt, size_bytes)
 
     def _one(self, record: UserRecord) -> bool:
         """Process one record.
@@ -368,6 +374,15 @@ class IngestConsumer:
         was, self._paused = self._paused, paused
         if was and not paused:
             self._resume(self._consumer.assignment())
+
+    def _is_held_back(self) -> bool:
+        """Wait a moment for room in the pipeline; return whether there has been none for long.
+
+        Partitions are paused only then, since that drops what the client has fetched. Until then it is not polled.
+        """
+        if self._in_flight.has_room(POLL_SECONDS):
+            self._roomy_at = time.monotonic()
+        return time.monotonic() - self._roomy_at > PAUSE_AFTER_SECONDS
 
     def _resume(self, parts: list[TopicPartition]) -> None:
         """Resume the partitions that do not wait."""

@@ -90,8 +90,10 @@ def partition_of(tenant: str, key: str, partitions: int) -> int:
 
 def send_blob(
     outbox: Outbox, intake: Intake, attempt: bytes, origin: bytes, pieces: Iterator[memoryview] | Iterator[bytes]
-) -> None:
-    """Queue a blob. An error of `pieces` ends it as failed and is raised again.
+) -> int:
+    """Queue a blob; return its size.
+
+    An error of `pieces` ends it as failed and is raised again.
 
     Raises: StoreUnavailable of the outbox; the errors of `pieces`.
     """
@@ -117,6 +119,7 @@ def send_blob(
         raise
     whole = End(envelope(), intake.began_us, origin, position, hasher.digest(), None, None, None, dict(intake.metadata))
     send("end", whole)
+    return position
 
 
 def header_pairs(found: object) -> tuple[tuple[str, bytes | None], ...]:

@@ -16,6 +16,7 @@ from nearkin_ingest.records import Intake
 from nearkin_shared.formats.message import Batch, decode
 from nearkin_shared.kafka.clients import Headers
 from nearkin_shared.storage.manifests import key_digest
+from tests.support.data.batches import take_apart
 
 PARTITIONS = 4
 
@@ -26,6 +27,10 @@ class KeptMessages:
     def __init__(self) -> None:
         self.batches: list[Batch] = []
         self.keys: list[bytes] = []
+        self.sent: list[tuple[bytes, int]] = []
+
+    def on_sent(self, blob: bytes, size_bytes: int) -> None:
+        self.sent.append((blob, size_bytes))
 
     def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
         assert name == "frames"
@@ -43,7 +48,7 @@ def kept() -> KeptMessages:
 
 def batches_to(kept: KeptMessages) -> BlobBatches:
     outbox: Any = kept
-    return BlobBatches(outbox)
+    return BlobBatches(outbox, kept.on_sent)
 
 
 def intake(key: str, value: bytes | None = b"value", tenant: str = "t") -> Intake:
@@ -81,6 +86,8 @@ def test_full_batch_is_sent_before_the_next_blob(kept: KeptMessages) -> None:
     assert [len(batch.blobs) for batch in kept.batches] == [BLOBS_MAX]
     batches.send_all(PARTITIONS)
     assert [len(batch.blobs) for batch in kept.batches] == [BLOBS_MAX, 1]
+    wanted = [(end.envelope.blob, end.size_bytes) for batch in kept.batches for _, end in take_apart(batch)]
+    assert kept.sent == wanted, "each blob is counted by the id that its event has"
     kept.batches.clear()
     many = blob_batches.BATCH_BYTES_MAX // BLOB_BYTES_MAX
     for _ in range(many + 1):
