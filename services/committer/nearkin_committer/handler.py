@@ -121,7 +121,7 @@ class CommitterHandler:
         self._open: OrderedDict[BlobName, OpenBlob] = OrderedDict()
         """In the order of the last message."""
         self._ready: RoundRobin[tuple[str, bool], tuple[OpenBlob, Record]] = RoundRobin()
-        """Complete blobs, by tenant. Records of users' topics have their own queue: no client waits, a key has order."""
+        """Complete blobs, by tenant. Records of users' topics have their own queue: no client waits for them."""
         self._commits = CommitBacklog() if commits is None else commits
         self._commits.blobs = 0
         self._has_committed = False  # in `handle`, so that `idle` lets further records be read first
