@@ -54,6 +54,8 @@ class BlobTransfer:
     spliced: list[Splice] = field(default_factory=list)
     prefix: tuple[BlobTransfer, int, int] | None = None
     """Of a checkpoint: the blob that it begins with, up to so many fresh bytes and so many splices of it."""
+    seeks_bases: bool = True
+    """Of a tree: whether bases are sought for the entries of its checkpoints."""
     segments: list[Locations] = field(default_factory=list)
     known: list[Bools] = field(default_factory=list)
     lengths: list[U32] = field(default_factory=list)

@@ -248,6 +248,8 @@ class EmbeddedWriter:
         the version is durable; `wait_for` waits for that.
         """
         self.end_chunk(ends_segment=True)
+        if not blob.seeks_bases:
+            self._fill()  # the parts of `end` are a batch of their own
         copy = self._register(key, metadata, None)
         copy.is_tree, copy.tree_digest = True, digest
         copy.prefix = (blob, blob.fresh_bytes, len(blob.spliced))
@@ -369,6 +371,7 @@ class EmbeddedWriter:
             self._committer.put(item)
             return
         self._in_flight.open_only(*self._delta.open)
+        self._delta.seek_bases(is_on=self._seeks_bases(item))
         fresh = run_stage(self._dedup, item, self._facts)
         count_fresh(fresh)
         if is_all_duplicate(fresh):
@@ -390,6 +393,14 @@ class EmbeddedWriter:
         for container in outcome.finished:
             self._pass_on_container(container)
         self._arenas.give_back(item.payload)  # all that is kept was copied into blocks
+
+    def _seeks_bases(self, item: SegmentBatch) -> bool:
+        """Return whether bases are sought for a batch.
+
+        Not if it has entries of such checkpoints alone.
+        """
+        blobs = [self._by_number[int(number)].prefix for number in np.unique(item.blobs)]
+        return any(prefix is None or prefix[0].seeks_bases for prefix in blobs)
 
     def _pass_on_container(self, container: FinishedContainer) -> None:
         self._in_flight.on_finished(container)

@@ -91,6 +91,8 @@ class TreeBackup(BackupWalk):
         """Write the tree to a sink; return its digest. Raises as `feed` does."""
         tree = self._tree = TreeWriter(sink, self._root, socket.gethostname())
         parents = self._parents()
+        if not parents and isinstance(sink, StoreSink):
+            sink.seek_no_bases()
         self._previous_entries = parents[-1].reader.summary.entries if parents else -1
         self._found = OrderedEntries(parent_entries(parents))
         self._schedule = CheckpointSchedule(max([_earlier_bytes(parent) for parent in parents], default=0))

@@ -85,6 +85,14 @@ class StoreSink:
         """Commit the bytes so far, followed by the parts of `end`, as a version of `key`."""
         return self._writer.checkpoint(self._blob, key, metadata, end, digest)
 
+    def seek_no_bases(self) -> None:
+        """Store entries of checkpoints without deltas, for a tree that has no predecessor.
+
+        Their neighbours are those of the checkpoint before, and behind these are contents, which would be decoded and
+        tried: a quarter of the time of a checkpoint.
+        """
+        self._blob.seeks_bases = False
+
     def wait_for(self, done: Future[PutResult]) -> None:
         """Wait until a checkpoint is durable. Raises what went wrong."""
         self._writer.wait_for(done)

@@ -74,6 +74,8 @@ class BaseFinder:
         self._trials = CandidateBudget(0 if settings.block.thorough else FEW)
         self._rank_trials = RankBudget(FEW_OF_RANK if self._tries and not settings.block.thorough else 0)
         self._batch = _BatchState()
+        self.is_on = True
+        """Whether bases are sought: batches without are no part of a stream that later ones are aligned with."""
 
     @property
     def depth_bound(self) -> int:
@@ -96,11 +98,11 @@ class BaseFinder:
         if facts.chunks is None:
             self._batch = _BatchState()
         if not len(batch.fresh.fresh):  # only duplicates: no candidates needed, and a request costs 0.5 ms a batch
-            if self._local:
+            if self._local and self.is_on:
                 self._alignment.begin(batch.fresh.batch, stream, here)
             return None
-        if facts.chunks is None:
-            return self._first_question(batch, stream, here)
+        if facts.chunks is None or not self.is_on:
+            return self._first_question(batch, stream, here) if facts.chunks is None else None
         if facts.neighbours is not None and not self._batch.near_done:
             more = self._near(batch, facts, facts.neighbours, stream)
             if more is not None:
@@ -136,20 +138,20 @@ class BaseFinder:
         similar = self._similar_chunks(batch, facts, stream) if of.similar is None else of.similar
         near = [] if of.near is None else of.near.parts
         chosen = choice.join_choices(len(batch.fresh.fresh), [*near, *similar])
-        if self._local:
+        if self._local and self.is_on:
             self._alignment.follow(batch, stream, facts.neighbours)
         self._batch = _BatchState()
         return chosen
 
     def pass_known(self, fresh: FreshBatch, stream: Hashable, here: StreamMark) -> None:
         """Record the position after a batch of known segments only."""
-        if self._local:
+        if self._local and self.is_on:
             self._alignment.pass_known(fresh, stream, here)
 
     def _first_question(self, batch: PairedBatch, stream: Hashable, here: StreamMark) -> LookupRequest:
         names = batch.fresh.batch.names[batch.fresh.fresh]
-        gaps = self._alignment.gaps(batch, stream, here) if self._local else None
-        if self._asks_bases == "again" and self._similar:
+        gaps = self._alignment.gaps(batch, stream, here) if self._local and self.is_on else None
+        if self._asks_bases == "again" and self._similar and self.is_on:
             unknown = batch.super_features[~batch.base_found]
             return LookupRequest(names=names, sketch=batch.sketch, super_features=unknown, gaps=gaps)
         return LookupRequest(names=names, gaps=gaps)

@@ -148,6 +148,10 @@ class DeltaStage:
             ratio,
         )
 
+    def seek_bases(self, *, is_on: bool) -> None:
+        """Seek bases for the chunks of the next batches, or store these as they are."""
+        self._finder.is_on = is_on
+
     def begin(self) -> None:
         """Renew the id of an empty open container, since the id determines its age."""
         if self.builder.empty:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -13,7 +13,11 @@ from nearkin.local.writer import TREE_CACHE_BYTES
 from nearkin.trees import checkpoint_schedule
 from nearkin.trees.backup import TreeBackup
 from nearkin.trees.tree_sinks import StoreSink
+from nearkin_delta.base_search import BaseFinder
+from nearkin_delta.gap_alignment import StreamMark
+from nearkin_shared.pipeline.stage import LookupRequest, LookupResults
 from nearkin_shared.results import PutResult
+from nearkin_shared.types import PairedBatch
 
 FOLDERS, FILES = 40, 100
 FOLDER_BYTES = 4500
@@ -76,6 +80,41 @@ def test_checkpoint_is_written_part_by_part(tree: Path, tmp_path: Path, monkeypa
     assert max(len(sizes) for sizes in parts) > 8
     assert max(max(sizes) for sizes in parts) < sum(parts[-1]) / 4
     assert (tmp_path / "restored" / "039" / "099").read_bytes() == b"39 99" * 10
+
+
+def test_entries_of_checkpoints_seek_no_bases(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a first backup; contents, the complete tree's entries and later backups seek bases as ever."""
+    asked: list[tuple[set[int], set[str]]] = []
+    reads = BaseFinder.reads
+
+    def record(
+        self: BaseFinder, batch: PairedBatch, facts: LookupResults, stream: Hashable, here: StreamMark
+    ) -> LookupRequest | None:
+        request = reads(self, batch, facts, stream, here)
+        kinds = {name for name in ("names", "gaps", "super_features") if getattr(request, name, None) is not None}
+        asked.append((set(batch.fresh.batch.blobs.tolist()), kinds))
+        return request
+
+    monkeypatch.setattr(BaseFinder, "reads", record)
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_FIRST", 1)
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_MIN", FOLDER_BYTES)
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_GROUPS_FACTOR", 0)
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("tree", [tree])
+        first = len(asked)
+        (tree / "000" / "000").write_bytes(b"new")
+        for folder in range(FOLDERS):
+            (tree / f"{folder:03}" / "001").write_bytes(b"%d" % folder * 100)
+        store.backup("tree", [tree])
+    later = [kinds for blobs, kinds in asked[first:] if blobs != {0}]
+    asked = asked[:first]
+    assert "gaps" in set.union(*later)
+    of_tree = [kinds for blobs, kinds in asked if 0 in blobs]
+    of_checkpoints = [kinds for blobs, kinds in asked if 0 not in blobs]
+    assert all(blobs == {0} or 0 not in blobs for blobs, _ in asked)
+    assert len(of_checkpoints) > 20
+    assert set.union(*of_checkpoints) == {"names"}
+    assert {"names", "gaps", "super_features"} <= set.union(*of_tree)
 
 
 @pytest.mark.parametrize(("factor", "least", "most"), [(0, 11, FOLDERS + 1), (4, 1, 4)])
