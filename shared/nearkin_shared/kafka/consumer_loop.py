@@ -227,7 +227,8 @@ class Loop:
             return []
         self._resume_emptied()
         is_held_back = self._is_held_back()
-        arrived = self._fetch(0.0 if len(self._fetched) and not is_held_back else self._idle_seconds)
+        has_work = len(self._fetched) > 0 and not is_held_back and not self._paused
+        arrived = self._fetch(0.0 if has_work else self._idle_seconds)
         gather_seconds = GATHER_SECONDS if self._idle_seconds >= IDLE_SECONDS else self._idle_seconds
         deadline = time.monotonic() + gather_seconds
         while arrived and self._streaming and not self._fetched.has_end:
@@ -252,11 +253,12 @@ class Loop:
             metrics.RECORD_AGE.labels(self._stage).set(_age_seconds(first))
         if first is None:
             return False
-        self._truncated.clear()
         self._hold(first)  # before the client may lose its partition in the next call
+        self._truncated.clear()  # what the client gives from now on is what it reads again
         # `consume` would sit out any timeout for a batch that is not full: it is given none.
         for message in self._consumer.consume(FETCH_MESSAGES - 1, 0):
             self._hold(message)
+        self._truncated.clear()
         full = {part for part in self._mine - self._full if self._fetched.is_full(part, len(self._mine))}
         if full:
             self._consumer.pause([TopicPartition(self._topic, part) for part in full])

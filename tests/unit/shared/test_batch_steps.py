@@ -27,6 +27,7 @@ class Received:
     at: int
     content: bytes
     part: int = 0
+    epoch: int = 0
 
     def topic(self) -> str:
         return "frames"
@@ -50,7 +51,7 @@ class Received:
         return b""
 
     def leader_epoch(self) -> int:
-        return 0
+        return self.epoch
 
     def timestamp(self) -> tuple[int, int]:
         return 0, 0
@@ -62,7 +63,10 @@ class Client:
     def __init__(self, waiting: list[Received]) -> None:
         self.waiting = waiting
 
+        self.waits: list[float] = []
+
     def poll(self, seconds: float) -> Received | None:
+        self.waits.append(seconds)
         return self.waiting.pop(0) if self.waiting else None
 
     def consume(self, count: int, seconds: float) -> list[Received]:
@@ -122,3 +126,25 @@ def test_flood_waits_while_a_later_stage_is_behind(monkeypatch: Any) -> None:
     assert loop._take() == []
     is_behind[0] = False
     assert len(loop._take()) == BATCH_MESSAGES
+
+
+def test_paused_loop_with_held_records_waits(monkeypatch: Any) -> None:
+    """It asks the client with a timeout, or it would use a core until it is resumed."""
+    loop = loop_over(monkeypatch, [Received(at, BATCH) for at in range(2 * LARGE_MAX)])
+    loop._take()
+    loop._paused, loop._idle_seconds = True, 0.1
+    client: Any = loop._consumer
+    client.waits.clear()
+    loop._take()
+    assert client.waits == [0.1]
+
+
+def test_records_read_again_at_once_are_taken(monkeypatch: Any) -> None:
+    """A truncated log is read from its beginning; its first records may be there in the same fetch."""
+    loop = loop_over(monkeypatch, [Received(9, FRAME, epoch=2)])
+    loop._topic = "frames"
+    client: Any = loop._consumer
+    client.seek = lambda _: client.waiting.extend(Received(at, FRAME, epoch=2) for at in range(3))
+    part: Any = SimpleNamespace(topic="frames", partition=0, offset=10, leader_epoch=1)
+    loop._epochs.resume(part)
+    assert [record.offset for record in loop._take()] == [0, 1, 2]
