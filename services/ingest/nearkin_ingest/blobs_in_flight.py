@@ -50,6 +50,8 @@ class BlobsInFlight:
         assert client is not None
         try:
             found = client.list_topics(self._topic, ADMIN_SECONDS_MAX).topics[self._topic]
+            if found.error is not None:  # a topic that one may not see, or that is missing, has no partitions
+                raise KafkaException(found.error)
             begins = []
             for part in found.partitions:
                 place = TopicPartition(self._topic, part)
