@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nearkin_shared.errors import Corrupt, StoreUnavailable
+from nearkin_shared.errors import Corrupt, IndexDamaged, StoreUnavailable
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.tablets import tablet_tables
@@ -274,6 +274,38 @@ def test_missing_directory_is_not_found_and_outage_is_raised(tmp_path: Path) -> 
         index.locate_chunks(chunk_names("a"))
     del shelf.directory
     assert rows(index.locate_chunks(chunk_names("a"))) == [(FIRST, 0)]
+    index.close()
+
+
+def test_outage_during_an_update_loses_no_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of a container of another process cannot be read at first."""
+    shelf = Shelf()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    index.publish(first_claims())
+    reader = ShelvedIndex(tmp_path / "index", shelf, read_only=True)
+    assert rows(reader.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), None]
+    index.publish(second_claims())
+
+    def unavailable(_: int) -> Directory:
+        raise StoreUnavailable("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shelf, "directory", unavailable)
+        with pytest.raises(StoreUnavailable, match="no answer"):
+            reader.locate_chunks(chunk_names("dddd"))
+    assert rows(reader.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), (SECOND, 1)]
+    reader.close()
+    index.close()
+
+
+@pytest.mark.parametrize(("table", "key"), [("chunks", (1).to_bytes(8, "big")), ("meta", b"tablets")])
+def test_row_of_a_wrong_length_is_damage(tmp_path: Path, table: str, key: bytes) -> None:
+    """The index is rebuilt then."""
+    index = ShelvedIndex(tmp_path / "index", Shelf())
+    with index._writing() as txn:
+        txn.put(key, b"12345", db=index._databases[table])
+    with pytest.raises(IndexDamaged, match="5 bytes"):
+        index.locate_chunks(chunk_names("a"))
     index.close()
 
 

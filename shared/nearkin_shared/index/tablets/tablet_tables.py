@@ -130,7 +130,9 @@ class TabletTables(EntryTables):
         elif row == self._seen:  # or another thread commits what memory has already: its containers are durable
             return self._tags
         elif row != self._written:
-            self._update(txn, self._tags)
+            tags, self._tags = self._tags, None  # read again after an outage: one container may lack its tags
+            self._update(txn, tags)
+            self._tags = tags
         self._seen, self._written = row, None
         return self._tags
 
@@ -148,7 +150,7 @@ class TabletTables(EntryTables):
     def _update(self, txn: Any, tags: ContainerTags) -> None:
         """Add the containers that the index has and `tags` lack; remove the others."""
         self._hidden = {
-            int.from_bytes(name, "big"): np.frombuffer(bytes(ordinals), "<u4").astype(np.uint32)
+            int.from_bytes(name, "big"): _ordinals_of(bytes(name), bytes(ordinals))
             for name, ordinals in txn.cursor(self._hidden_db)
         }
         self.tablets.clear()
@@ -446,8 +448,16 @@ class TabletTables(EntryTables):
 
 
 def _state_of(row: bytes) -> bytes:
+    if len(row) != _STATE.size:
+        raise damage_error(f"its state has {len(row)} bytes")
     state: bytes = _STATE.unpack(row)[1]
     return state
+
+
+def _ordinals_of(name: bytes, data: bytes) -> U32:
+    if len(data) % 4:
+        raise damage_error(f"hidden chunks of container {name.hex()} have {len(data)} bytes")
+    return np.frombuffer(data, "<u4").astype(np.uint32)
 
 
 def _key(container: int) -> bytes:
