@@ -188,6 +188,17 @@ def test_flipped_count_of_saved_partition_is_refused(module: Any) -> None:
         table.load_partition(0, bytes(data))
 
 
+@Tables
+def test_entry_without_a_hash_is_refused(module: Any) -> None:
+    """In the last of 5 buckets the highest rest is no hash's: a larger table would have it beyond its last bucket."""
+    buckets, hash_bits, number_bits = 5, 36, 5
+    rest = (1 << hash_bits - 2) - 1
+    entry = (rest << number_bits + 1 | 1).to_bytes(5, "little")
+    header = np.array([(buckets, hash_bits, number_bits, 0, 1)], plain.HEADER).tobytes()
+    with pytest.raises(BadInput, match="no hash"):
+        module.TagTable().load_partition(0, header + bytes((buckets - 1) * 20) + entry + bytes(15))
+
+
 def test_threads_put_and_ask_one_table() -> None:
     """Each finds its own tags at once."""
     table = fast.TagTable()

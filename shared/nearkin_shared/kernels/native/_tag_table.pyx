@@ -444,7 +444,7 @@ cdef class TagTable:
             memcpy(fresh.slots, &view[0], size_bytes)
             if not is_sound(&fresh):
                 free(fresh.slots)
-                raise BadInput(f"partition {partition}: its entries differ from their count, or one has no number")
+                raise BadInput(f"partition {partition}: its entries differ from their count, or one has no number or no hash")
         with self.lock:
             free(self.partitions[i].slots)
             self.partitions[i] = fresh
@@ -486,6 +486,8 @@ cdef bint is_sound(const Partition *p) noexcept nogil:
             if entry:
                 entries += 1
                 if entry & ((<uint64_t>1 << p.number_bits) - 1) == 0 or entry >> (p.number_bits + 1 + rest_bits(p)):
+                    return False
+                if hash_back(p, bucket, entry) >> p.hash_bits:  # no tag's: its bucket in a larger table would be beyond the last
                     return False
     return entries == p.entries
 

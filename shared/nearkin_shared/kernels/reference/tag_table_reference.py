@@ -283,9 +283,13 @@ class TagTable:
         entries = [int.from_bytes(data[start : start + _ENTRY_BYTES], "little") for start in starts]
         used = [entry for entry in entries if entry]
         width = loaded.number_bits + 1 + loaded.rest_bits
+        problem = f"partition {partition}: its entries differ from their count, or one has no number or no hash"
         if len(used) != loaded.entries or any(not loaded.number(entry) or entry >> width for entry in used):
-            raise BadInput(f"partition {partition}: its entries differ from their count, or one has no number")
+            raise BadInput(problem)
         loaded.slots = [entries[at : at + _BUCKET_ENTRIES] for at in range(0, len(entries), _BUCKET_ENTRIES)]
+        hashes = (loaded.hash_back(bucket, one) for bucket, slots in enumerate(loaded.slots) for one in slots if one)
+        if any(hashed >> loaded.hash_bits for hashed in hashes):
+            raise BadInput(problem)
 
 
 def _hash_of(partition: _Partition, tag: int) -> int:
