@@ -49,19 +49,21 @@ class BlobsInFlight:
         client = self._events
         assert client is not None
         try:
-            found = client.list_topics(self._topic, ADMIN_SECONDS_MAX).topics[self._topic]
-            if found.error is not None:  # a topic that one may not see, or that is missing, has no partitions
-                raise KafkaException(found.error)
-            begins = []
-            for part in found.partitions:
-                place = TopicPartition(self._topic, part)
-                place.offset = client.get_watermark_offsets(place, ADMIN_SECONDS_MAX)[1]
-                begins.append(place)
-            client.assign(begins)
+            client.assign(self._ends(client))
         except KafkaException as err:
             if err.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
                 raise unavailable(self._settings, err) from err
             self._give_up(err.args[0])
+
+    def _ends(self, client: Consumer) -> list[TopicPartition]:
+        """Return the ends of all partitions. Raises KafkaException."""
+        found = client.list_topics(self._topic, ADMIN_SECONDS_MAX).topics[self._topic]
+        if found.error is not None:  # a topic that one may not see, or that is missing, has no partitions
+            raise KafkaException(found.error)
+        places = [TopicPartition(self._topic, part) for part in found.partitions]
+        for place in places:
+            place.offset = client.get_watermark_offsets(place, ADMIN_SECONDS_MAX)[1]
+        return places
 
     def add(self, blob: bytes, size_bytes: int) -> None:
         """Count a blob that is sent."""
