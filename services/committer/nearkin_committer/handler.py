@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from nearkin_committer.batch_commit import BatchCommits, CommittedVersion, ends_of
 from nearkin_committer.open_blob import BlobName, OpenBlob, lacks_bytes
-from nearkin_committer.round_robin import RoundRobin
+from nearkin_committer.ready_blobs import ReadyBlobs
 from nearkin_committer.version_content import VersionContent, assemble_content, make_manifest, split_content
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, PermanentError, PreconditionFailed, RetryableError
@@ -120,8 +120,7 @@ class CommitterHandler:
         self._offsets: dict[int, PartitionOffsets] = {}
         self._open: OrderedDict[BlobName, OpenBlob] = OrderedDict()
         """In the order of the last message."""
-        self._ready: RoundRobin[tuple[str, bool], tuple[OpenBlob, Record]] = RoundRobin()
-        """Complete blobs, by tenant. Records of users' topics have their own queue: no client waits for them."""
+        self._ready = ReadyBlobs()
         self._commits = CommitBacklog() if commits is None else commits
         self._commits.blobs = 0
         self._has_committed = False  # in `handle`, so that `idle` lets further records be read first
@@ -255,7 +254,7 @@ class CommitterHandler:
             return self._fail(blob, blob.failure, trace_of(record))
         if blob.is_complete:
             blob.is_ready = True
-            self._ready.add((blob.envelope.tenant, blob.is_of_topic), (blob, record))
+            self._ready.add(blob, record)
             self._commits.blobs += blob.count
             return []
         return self._make_room(blob)
@@ -265,14 +264,15 @@ class CommitterHandler:
         done: list[tuple[int, int]] = []
         until = time.monotonic() + COMMITTING_SECONDS
         while len(self._ready) and (not done or time.monotonic() < until):
-            _, (blob, record) = self._ready.take()
-            self._commits.blobs -= blob.count
-            if self._open.get(blob.name) is not blob:  # its partition was revoked
-                continue
-            if blob.batch is not None:
-                done += self._carry_out_batch(blob, blob.batch, record)
-            elif blob.end is not None:
-                done += self._carry_out(blob, blob.end, record)
+            taken, due = self._ready.take()
+            self._commits.blobs -= taken.count
+            for blob, record in due:
+                if self._open.get(blob.name) is not blob:  # its partition was revoked
+                    continue
+                if blob.batch is not None:
+                    done += self._carry_out_batch(blob, blob.batch, record)
+                elif blob.end is not None:
+                    done += self._carry_out(blob, blob.end, record)
         return done
 
     def _carry_out(self, blob: OpenBlob, end: End, record: Record) -> list[tuple[int, int]]:

@@ -206,10 +206,10 @@ def with_slow_commits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> tuple[Co
     return handler, order
 
 
-def complete(offset: int, tenant: str, metadata: Mapping[str, str] | None = None) -> Record:
+def complete(offset: int, tenant: str, metadata: Mapping[str, str] | None = None, key: str = "k") -> Record:
     """Return the record that completes a blob without segments."""
     blob = offset.to_bytes(16, "big")
-    whole = End(Envelope(blob, tenant, "k"), 1, blob, 0, bytes(32), segments=0, metadata=dict(metadata or {}))
+    whole = End(Envelope(blob, tenant, key), 1, blob, 0, bytes(32), segments=0, metadata=dict(metadata or {}))
     return Record("placed", 0, offset, blob, encode(whole), {}, ())
 
 
@@ -270,5 +270,18 @@ def test_upload_waits_for_no_records_of_its_tenant(monkeypatch: pytest.MonkeyPat
     blobs = tuple(BatchedBlob(f"k{number}", 0, bytes(32), bytes(16), 1, segments=0) for number in range(2))
     ended = encode(BatchEnd(Envelope(batch, "records", "k0", blobs=2), blobs))
     handler.handle([Record("placed", 0, 0, batch, ended, {}, ()), complete(1, "records", {"kafka": "t[0]@7"})])
-    handler.handle([complete(2, "records")])
+    handler.handle([complete(2, "records", key="uploaded")])
     assert [name[1] for name in handler._finished] == [batch, (2).to_bytes(16, "big")]
+
+
+@pytest.mark.parametrize("like_records", [(0, 1, 0, 1, 0), (0, 0, 1, 1, 0), (0, 1, 1, 0, 0), (1, 0, 1, 0, 1)])
+def test_uploads_of_a_key_keep_their_order(monkeypatch: pytest.MonkeyPatch, like_records: tuple[int, ...]) -> None:
+    """Also if some have the metadata of a record, as a version that is copied has."""
+    handler, order = with_slow_commits(monkeypatch, Clock())
+    metadata = {"kafka": "t[0]@7"}
+    handler.handle([complete(0, "t", metadata), complete(1, "t")])
+    handler.handle([complete(2 + at, "t", metadata if is_like else None) for at, is_like in enumerate(like_records)])
+    while handler.idle() == 0.0 or len(order) < 7:
+        pass
+    assert [int.from_bytes(name[1], "big") for name in handler._finished] == list(range(7))
+    assert (handler._commits.blobs, list(handler.committable())) == (0, [(0, 7, "")])
