@@ -1,5 +1,5 @@
 # size: one data structure
-"""Order the commits of complete blobs: by round robin over tenants, and uploads of a key in their order.
+"""Order commits by round robin over tenants, uploads of a key in their order.
 
 A tenant's records of users' topics have a queue of their own: no client waits for them. Whether a blob was a record is
 known by its metadata alone, which an upload may have too, as that of a copied version has.
@@ -44,9 +44,11 @@ class ReadyBlobs:
         self._queues.add((blob.envelope.tenant, is_record), (blob, record))
 
     def take(self) -> tuple[OpenBlob, list[ReadyBlob]]:
-        """Remove the next blob; return it, and what to commit: uploads of its key before it, and itself.
+        """Remove the next blob; return (it, what to commit).
 
-        Those before it are taken later too, to be ignored then. Raises KeyError if there is none.
+        That is itself after uploads of its key; these are taken later too, with nothing to commit then.
+
+        Raises: KeyError, if there is none.
         """
         (_, is_record), (blob, record) = self._queues.take()
         if blob.batch is not None:
