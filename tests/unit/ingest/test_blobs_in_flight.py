@@ -1,4 +1,4 @@
-"""Test how ingest begins to read events: with none to come it must not wait for them."""
+"""Test how ingest begins to read events: where none can arrive it must not wait for them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def in_flight(monkeypatch: pytest.MonkeyPatch, code: int) -> BlobsInFlight:
 
 
 def test_topic_that_is_hidden_bounds_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Without the right to describe the topic no event comes, and a warning says so."""
+    """Without the right to describe the topic no event arrives, and a warning says so."""
     blobs = in_flight(monkeypatch, KafkaError.TOPIC_AUTHORIZATION_FAILED)
     blobs.open()
     assert f"{topic(Settings(), 'committed')}: " in caplog.text
