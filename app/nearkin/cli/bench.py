@@ -5,7 +5,6 @@ Invariant: an argument that can be refused is refused before a corpus is fetched
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import click
 
 from nearkin.cli.session import AsWrittenGroup, current_session, json_option
 from nearkin_shared.errors import BadInput, StoreUnavailable
+from nearkin_shared.utils.terminal import to_json
 
 if TYPE_CHECKING:
     from nearkin.lab.measure import RunPlan
@@ -321,7 +321,7 @@ def index(chunks: str, kinds: str, core: int | None, work: Path | None) -> None:
     for figures in index_suite.run(counts, kinds.split(","), core, work):
         rows.append(figures)
         if current_session().as_json:
-            click.echo(json.dumps(asdict(figures)))
+            click.echo(to_json(asdict(figures)))
     if not current_session().as_json:
         click.echo(index_suite.table_of(rows))
 
