@@ -92,6 +92,10 @@ STORE_POINTS: Final = MappingProxyType(
         "ledger.counted": "a transaction contains the commits and deletions since the last count",
         "ledger.written": "the transaction is durable",
         "ledger.confirmed": "the reference counts record the result of marking",
+        "change.counted": "a transaction of a run by change contains commits and deletions since the run before",
+        "change.written": "the transaction of a run by change is durable, its removals are proved",
+        "change.found": "the index entries that a run by change removes are known, other writers are active",
+        "change.confirmed": "the ledger records the removals of a run by change",
         # rebase (nearkin_maintenance.gc.gc_run), in addition to the steps of compaction
         "rebase.withdrawn": "the index entries of rebased and dead chunks are removed",
         "rebase.container": "one container depends on live bases only",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -152,7 +153,8 @@ def test_edge_uploads_share_little_room() -> None:
     async def put() -> SendingIngest:
         ingest = SendingIngest(memory_objects())
         ingest.budget, ingest.upload_bytes_max = Budget(3 * MIB), 2 * MIB
-        uploads = [EdgeUpload(ingest, REQUEST, reducer(known=False), POOL) for _ in range(3)]
+        requests = [replace(REQUEST, blob=bytes([number]) * 16) for number in range(3)]  # packs have names of their own
+        uploads = [EdgeUpload(ingest, request, reducer(known=False), POOL) for request in requests]
         await asyncio.wait_for(asyncio.gather(*(write(upload, CONTENT[: 9 * MIB]) for upload in uploads)), 60)
         assert ingest.budget.used_bytes == 0
         return ingest

@@ -219,7 +219,7 @@ class IncrementalPass:
         for container in rows.gained.intersection(self._store.pending_deletes.read()):
             rows.nominate(to_bytes(container))  # until a run marks, so that its grace begins again
         record_versions(rows, changes, until_us)
-        failpoint("ledger.counted")
+        failpoint("change.counted")
 
     def _read_directory(self, container: int) -> Directory | None:
         try:
@@ -240,7 +240,7 @@ class IncrementalPass:
             if not decision.removed:
                 return self._finish(index, decision, None)
         looked_up = self._gate.prefetch_removals(dict.fromkeys(sorted(decision.removed)), {})
-        failpoint("gc.removals-found")
+        failpoint("change.found")
         with self._gate.exclusive() as index:
             now = self._decide_and_prove(index)
             is_looked_up = now.removed <= decision.removed  # else the index looks them up itself
@@ -255,7 +255,7 @@ class IncrementalPass:
             self._count(rows, snapshot, changes, roots)
             decision = self._check_sizes(rows, self._decide(rows))
             self._prove(rows, snapshot, decision.removed)
-        failpoint("ledger.written")
+        failpoint("change.written")
         return decision
 
     def _finish(self, index: SupportsCollection, decision: _Decision, looked_up: object) -> Mapping[int, PendingDelete]:
@@ -265,7 +265,7 @@ class IncrementalPass:
             forget_containers(rows, decision.due)
             rows.set_number(b"ended", decision.ended_bytes)
             rows.txn.drop(rows.tables["nominated"], delete=False)
-        failpoint("ledger.confirmed")
+        failpoint("change.confirmed")
         return record
 
     def _decide(self, rows: LedgerRows) -> _Decision:
