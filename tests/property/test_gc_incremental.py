@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.gc.reach_summaries import MarkingNeeded, is_reached
 from nearkin_maintenance.gc.reference_counts import ReferenceCounts
 from nearkin_shared.config.storage import HYBRID, MARK_SWEEP
+from nearkin_shared.errors import Corrupt
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from tests.support.data.stores import SMALL, containers, manifests, settings
 from tests.support.fakes.clock import DAY, Clock
@@ -456,3 +458,77 @@ def test_audit_of_wrong_counts_deletes_the_tables(tmp_path: Path, caplog: pytest
         assert "wrong summary in index/gc" in caplog.text
         store.gc()
         ledger_rows(store, check_counted)
+
+
+def put_without_index(store: Store) -> Store:
+    """Put a version of the data of another key, and restore the copy of the index made before."""
+    root, clock = store.root, store._clock
+    assert isinstance(clock, Clock)
+    store.close()
+    shutil.copytree(root / "index", root.with_name("older"))
+    with opened(root, clock) as again:
+        again.put("unlisted", random_bytes(300_000, 3))
+    shutil.rmtree(root / "index")
+    shutil.copytree(root.with_name("older"), root / "index")
+    return opened(root, clock)
+
+
+def copy_manifest(store: Store) -> Store:
+    """Store a version of the data of another key as services do, which do not write this index."""
+    found = next(
+        manifest for name in store._manifests.names() if (manifest := store._manifests.read(name[0])).key == "k3"
+    )
+    store._manifests.put(replace(found, key="unlisted"))
+    return store
+
+
+def restore_objects(store: Store) -> Store:
+    """Restore the folders of objects from a backup in which a version that has expired still exists."""
+    root, clock = store.root, store._clock
+    assert isinstance(clock, Clock)
+    store.put("unlisted", mutate(random_bytes(300_000, 3), 1, 200))
+    store.gc()
+    names = ("manifests", "containers")
+    for name in names:
+        shutil.copytree(root / name, root.with_name("backup") / name)
+    store.delete("unlisted")
+    for _ in range(3):
+        clock.now += DAY + 2
+        store.gc()
+    store.close()
+    for name in names:
+        shutil.rmtree(root / name)
+        shutil.copytree(root.with_name("backup") / name, root / name)
+    return opened(root, clock)
+
+
+@pytest.mark.parametrize("change", [put_without_index, copy_manifest, restore_objects])
+def test_gc_keeps_data_of_versions_not_in_the_index(change: Callable[[Store], Store], tmp_path: Path) -> None:
+    """Before containers are deleted, each stored version has been counted, or the run marks."""
+    clock = Clock()
+    with mock.patch.object(incremental_run, "ENDED_SHARE", 1e9), filled(tmp_path / "s", clock) as store:
+        store.gc()
+        with change(store) as store:
+            store.delete("k3")
+            for _ in range(3):
+                clock.now += DAY + 2
+                store.gc()
+            store.rebuild_index()
+            assert store.verify().damage == ()
+            assert store.get("unlisted").info.size_bytes == len(store.get("unlisted").read())
+
+
+def test_gc_frees_nothing_while_a_manifest_is_lost(tmp_path: Path) -> None:
+    """A run that follows the changes refuses, as one that marks does, before it deletes a container."""
+    clock = Clock()
+    with filled(tmp_path / "s", clock, 40) as store:
+        store.delete("k3")
+        clock.now += DAY + 2
+        assert store.gc().pending_delete_containers > 0
+        before = len(containers(tmp_path / "s"))
+        found = next(name for name, _ in store._manifests.names() if store._manifests.read(name).key == "k5")
+        (tmp_path / "s" / found).unlink()
+        clock.now += DAY + 2
+        with pytest.raises(Corrupt, match="missing, but the index lists 'k5'"):
+            store.gc()
+        assert len(containers(tmp_path / "s")) == before

@@ -3,7 +3,7 @@
     index, tables of the last run -> changed keys -> their folders, their new manifests -> counts, nominated containers
     versions whose undelete window is over -> deleted
     unreachable containers (reach_summaries.py) -> every manifest of the keys that ever reached one is read again
-    proved -> pending delete; proved again a grace later -> deleted
+    proved -> pending delete; proved again a grace later, and all that is stored is counted -> deleted
 
 Invariant (I6): only whole containers are removed, and only such as a run that marks would remove. The decision and its
 effects are one exclusive section: no writer is active, and the index lists every committed version. Any doubt ends the
@@ -63,7 +63,7 @@ from nearkin_shared.index.protocols import IndexSnapshot, SupportsCollection, Su
 from nearkin_shared.results import GcReport
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.heads import VersionHeads, head_name
-from nearkin_shared.storage.manifests import key_and_version, key_digest
+from nearkin_shared.storage.manifests import key_and_version, key_digest, marked_version
 from nearkin_shared.types import U32, ContainerId
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
@@ -108,6 +108,16 @@ class _Decision:
     def removed(self) -> set[int]:
         """Return all containers to remove."""
         return self.new | self.due
+
+
+@frozen
+class _StoredObjects:
+    """Manifests and containers, by their names."""
+
+    versions: frozenset[tuple[bytes, int]]
+    """Digest of the key, and number."""
+    generations: Mapping[int, tuple[int, ...]]
+    """Of each container; usually one."""
 
 
 class IncrementalPass:
@@ -240,9 +250,12 @@ class IncrementalPass:
             if not decision.removed:
                 return self._finish(index, decision, None)
         looked_up = self._gate.prefetch_removals(dict.fromkeys(sorted(decision.removed)), {})
+        stored = self._list_stored() if decision.due else None
         failpoint("change.found")
         with self._gate.exclusive() as index:
             now = self._decide_and_prove(index)
+            if now.due:
+                self._check_all_counted(stored or self._list_stored())
             is_looked_up = now.removed <= decision.removed  # else the index looks them up itself
             return self._finish(index, now, looked_up if is_looked_up else None)
 
@@ -257,6 +270,40 @@ class IncrementalPass:
             self._prove(rows, snapshot, decision.removed)
         failpoint("change.written")
         return decision
+
+    def _list_stored(self) -> _StoredObjects:
+        """List the manifests of all keys, and all containers, without reading any.
+
+        Raises: MarkingNeeded, if a counted version or a recorded head is lost: marking refuses then.
+        """
+        with self._ledger.transaction() as rows:
+            counted = {(key, version) for key, versions in rows.known().items() for version in versions}
+        heads = VersionHeads(self._manifests.objects).read()
+        generations = {int(c): tuple(found) for c, found in self._containers.generations().items()}
+        listing = self._manifests.listing()
+        versions = frozenset(parsed for name, _ in listing.manifests if (parsed := key_and_version(name)) is not None)
+        if len(versions) != len(listing.manifests) or not counted <= versions:
+            raise MarkingNeeded("a counted version has no manifest, or an object is no manifest")
+        objects = {name for name, _ in listing.manifests} | {marked_version(name)[0] for name, _ in listing.marks}
+        if any(version and head_name(key, version) not in objects for key, version in heads.versions.items()):
+            raise MarkingNeeded("a key has lost its recorded head")
+        return _StoredObjects(versions, generations)
+
+    def _check_all_counted(self, stored: _StoredObjects) -> None:
+        """Check, before containers are deleted, that the index lists all that is stored.
+
+        It lacks versions if it is an older copy, if objects were restored from a backup, and if services wrote.
+
+        Raises: MarkingNeeded, if a version is not counted, or a container is not recorded as it is.
+        """
+        with self._ledger.transaction() as rows:
+            counted = {(key, version) for key, versions in rows.known().items() for version in versions}
+            recorded = {container: recorded_container(rows, container) for container in stored.generations}
+        if not stored.versions <= counted:
+            raise MarkingNeeded("the index does not list every stored version")
+        for container, found in recorded.items():
+            if found is None or stored.generations[container] != (found[0],):
+                raise MarkingNeeded(f"container {container:016x}: not in the index, or its generation is not recorded")
 
     def _finish(self, index: SupportsCollection, decision: _Decision, looked_up: object) -> Mapping[int, PendingDelete]:
         """Apply the removals within the exclusive section in which they were decided."""
