@@ -336,6 +336,8 @@ class ContainerStore:
                 raise
             directory = decode_container(reconstructed, name)
         self._directories.put(container, (directory, generation), directory.memory_bytes)
+        if self.generation(container) != generation:  # rewritten meanwhile: it lists chunks that were removed
+            self._directories.drop([container])
         return directory, generation
 
     def _read_stored_directory(self, container: ContainerId, name: str) -> Directory:

@@ -6,6 +6,7 @@ Memory is bounded by what a version may be, not by what the file claims.
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from nearkin_shared.formats.container import encode_container
 from nearkin_shared.formats.directory import CHUNK_ROW, ChunkTable, SegmentTable
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.limits import MIB, SEGMENT_BYTES_MAX
+from nearkin_shared.objectstore.base import Payload
 from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.reading.read_plan import ReadPlan
 from nearkin_shared.reading.restore import planned_batches
@@ -34,6 +36,30 @@ def a_segment_of_single_bytes() -> bytes:
     segments = SegmentTable(np.array([0, count], np.uint32), zeros, recipe)
     block = encode_block(np.ones(1, np.uint8), container_layout.RAW, 0, samples.compressor())
     return encode_container(samples.CONTAINER, bytes(16), 3, ["x"], [block], chunks, segments).data
+
+
+class RewritingFolder(LocalObjectStore):
+    """A folder in which another thread rewrites a container while its directory is read."""
+
+    rewrite: Callable[[], None] | None = None
+
+    def get_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Payload]:
+        found = super().get_ranges(name, starts, ends)
+        rewrite, self.rewrite = self.rewrite, None
+        if rewrite is not None:
+            rewrite()
+        return found
+
+
+def test_directory_of_a_replaced_generation_is_not_kept(tmp_path: Path) -> None:
+    """It lists chunks that the rewritten container lacks: a later put would depend on them."""
+    objects = RewritingFolder(tmp_path)
+    store, data = ContainerStore(objects, bytes(16), MIB), a_segment_of_single_bytes()
+    store.put(samples.CONTAINER, [data])
+    objects.rewrite = lambda: store.put(samples.CONTAINER, [data], 1)
+    replaced = store.directory(samples.CONTAINER)
+    assert store.directory(samples.CONTAINER) is not replaced
+    assert store.directory(samples.CONTAINER) is store.directory(samples.CONTAINER)
 
 
 def test_small_file_of_60_million_chunks_is_planned_in_parts(tmp_path: Path) -> None:
