@@ -309,6 +309,25 @@ def test_row_of_a_wrong_length_is_damage(tmp_path: Path, table: str, key: bytes)
     index.close()
 
 
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_view_from_before_a_change_loads_no_tags(tmp_path: Path, is_restored: bool) -> None:
+    """A reader that waits for another one may ask after two changes: memory keeps what it has."""
+    shelf = Shelf()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    fill(index)
+    index.withdraw({5 << 40: None}, {}, [])
+    with index._reading(buffers=True) as before:
+        index.publish(container_of(0) if is_restored else first_claims())
+        index.publish(second_claims())
+        assert index.locate_chunks(names_of(1))[1].all()
+        index._tablet_tables.tablets.close()  # nothing is read ahead from now on
+        shelf.reads.clear()
+        assert index._tables.locate(before, "chunks", names_of(1))[1].all()
+    assert rows(index.locate_chunks(chunk_names("dddd"))) == [(SECOND, 1)]
+    assert set(shelf.reads) <= {(5 << 40) + 1, (5 << 40) + 2, SECOND}
+    index.close()
+
+
 def test_bound_on_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tablets leave when the bound is reached, and lookups stay right."""
     monkeypatch.setattr(tablet_tables, "CACHE_BYTES_MIN", 10_000)

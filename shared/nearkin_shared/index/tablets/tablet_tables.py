@@ -124,6 +124,8 @@ class TabletTables(EntryTables):
     def _synced(self, txn: Any) -> ContainerTags:
         """Return the tags as the transaction has the index; another process may have changed it."""
         row = bytes(txn.get(_META, _NO_STATE, db=self._meta))
+        if self._tags is not None and _changes_of(row) < _changes_of(self._seen):
+            return self._tags  # of a reader that waited: memory has durable entries, later than its view
         if self._tags is None or _state_of(row) not in self._states:
             self._tags = None
             self._tags = self._loaded(txn, _state_of(row))
@@ -448,10 +450,18 @@ class TabletTables(EntryTables):
 
 
 def _state_of(row: bytes) -> bytes:
+    return _unpacked(row)[1]
+
+
+def _changes_of(row: bytes) -> int:
+    return _unpacked(row)[0]
+
+
+def _unpacked(row: bytes) -> tuple[int, bytes]:
     if len(row) != _STATE.size:
         raise damage_error(f"its state has {len(row)} bytes")
-    state: bytes = _STATE.unpack(row)[1]
-    return state
+    changes, state = _STATE.unpack(row)
+    return changes, state
 
 
 def _ordinals_of(name: bytes, data: bytes) -> U32:
