@@ -69,6 +69,7 @@ def test_unclean_election_is_refused_then_fixed(topic_settings: Settings) -> Non
     """
     check_durability(topic_settings)
     alter(topic_settings, "placed", unclean_leader_election_enable="true")
+    until(lambda: not is_durable(topic_settings))  # a busy broker still reports the former value
     with pytest.raises(ConfigError, match=r"placed: unclean\.leader"):
         check_durability(topic_settings)
     assert prepare_topics(topic_settings)[1] == [topic(topic_settings, "placed")]
