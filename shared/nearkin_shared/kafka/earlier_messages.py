@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from confluent_kafka import Consumer, KafkaException, TopicPartition
 
@@ -37,33 +37,38 @@ class EarlierMessages:
         """`stages`: (service, topic) of each stage of the chain but the first."""
         self._settings, self._stages = settings, stages
 
-    def wait(self, partition: int) -> None:
-        """Wait until no stage has unread messages of a partition.
+    def wait(self, partitions: Collection[int]) -> None:
+        """Wait until no stage has unread messages of these partitions.
 
         Raises StoreUnavailable after WAIT_SECONDS_MAX, or if Kafka does not answer.
         """
         deadline = time.monotonic() + WAIT_SECONDS_MAX
-        try:
-            for service, name in self._stages:
-                self._wait_for(service, TopicPartition(topic(self._settings, name), partition), deadline)
-        except KafkaException as err:
-            raise unavailable(self._settings, err) from err
+        for service, name in self._stages:
+            asking = consumer(self._settings, group(self._settings, service), "nearkin-handover", **TELLS_END)
+            try:
+                for partition in sorted(partitions):
+                    _wait_for(asking, service, TopicPartition(topic(self._settings, name), partition), deadline)
+            except KafkaException as err:
+                raise unavailable(self._settings, err) from err
+            finally:
+                asking.close()
 
-    def _wait_for(self, service: str, part: TopicPartition, deadline: float) -> None:
-        asking = consumer(self._settings, group(self._settings, service), "nearkin-handover", **TELLS_END)
-        try:
-            if not _has_unread(asking, part):
-                return
-            _log.info("%s[%d]: has messages of other workers: they go first", part.topic, part.partition)
-            while _has_unread(asking, part):
-                if time.monotonic() > deadline:
-                    raise StoreUnavailable(
-                        f"{part.topic}[{part.partition}] has messages of other workers, which {service} has not "
-                        f"processed in {WAIT_SECONDS_MAX:.0f} s; later ones wait for them"
-                    )
-                time.sleep(ASK_SECONDS)
-        finally:
-            asking.close()
+
+def _wait_for(asking: Consumer, service: str, part: TopicPartition, deadline: float) -> None:
+    """Wait until a group has committed all records of a partition.
+
+    Raises: StoreUnavailable at the deadline, KafkaException.
+    """
+    if not _has_unread(asking, part):
+        return
+    _log.info("%s[%d]: has messages of other workers, which are processed first", part.topic, part.partition)
+    while _has_unread(asking, part):
+        if time.monotonic() > deadline:
+            raise StoreUnavailable(
+                f"{part.topic}[{part.partition}] has messages of other workers, which {service} has not "
+                f"processed in {WAIT_SECONDS_MAX:.0f} s; later ones wait for them"
+            )
+        time.sleep(ASK_SECONDS)
 
 
 def _has_unread(asking: Consumer, part: TopicPartition) -> bool:

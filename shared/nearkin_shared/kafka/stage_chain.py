@@ -5,7 +5,7 @@
 Two neighbouring stages share a topic in memory, with one partition. Its offsets are counted as in Kafka, so the
 handlers are the same as in a fleet of one process per stage.
 
-After the assignment of a partition, messages that wait between these stages in Kafka go first.
+After the assignment of a partition, its messages between these stages in Kafka are processed first.
 
 Invariant (I4): a message is acknowledged when the next stage could commit its offset. So an offset of the first topic
 is committed only after the effects of the last stage.
@@ -131,7 +131,7 @@ class StageChain:
     ) -> None:
         """`outboxes` connect the stages in their order; `later` are the handlers behind `first`.
 
-        `earlier`: messages that go first, after the assignment of a partition.
+        `earlier`: messages that are processed first, after the assignment of a partition.
         """
         self._first, self._outboxes, self._later = first, outboxes, later
         self._earlier = earlier
@@ -146,10 +146,10 @@ class StageChain:
 
         Raises RetryableError.
         """
-        for partition in sorted(self._unchecked & {record.partition for record in records}):
-            if self._earlier is not None:
-                self._earlier.wait(partition)
-            self._unchecked.remove(partition)
+        assigned = self._unchecked.intersection(record.partition for record in records)
+        if assigned and self._earlier is not None:
+            self._earlier.wait(assigned)
+        self._unchecked -= assigned
         run: list[Record] = []
         for record in records:
             run.append(record)

@@ -294,20 +294,20 @@ def test_chain_waits_for_messages_between_its_stages(
     monkeypatch.setattr(earlier_messages, "WAIT_SECONDS_MAX", 0.5)
     settings = with_topics(kafka, topic_prefix)
     earlier = EarlierMessages(settings, [("dedup", "segments"), ("resemblance", "fresh")])
-    earlier.wait(1)
+    earlier.wait([0, 1])
     sender = users_producer(settings.kafka.bootstrap_servers)
     for _ in range(3):
         sender.produce(topic(settings, "fresh"), b"x", partition=1)
     sender.flush(SECONDS_MAX)
-    earlier.wait(0)
+    earlier.wait([0])
     with pytest.raises(StoreUnavailable, match=r"fresh\[1\] has messages of other workers, which resemblance"):
-        earlier.wait(1)
+        earlier.wait([0, 1])
     member = consumer(settings, group(settings, "resemblance"), "other")
     for offset, is_done in ((2, False), (3, True)):
         member.commit(offsets=[TopicPartition(topic(settings, "fresh"), 1, offset)], asynchronous=False)
         if is_done:
-            earlier.wait(1)
+            earlier.wait([1])
         else:
             with pytest.raises(StoreUnavailable):
-                earlier.wait(1)
+                earlier.wait([0, 1])
     member.close()

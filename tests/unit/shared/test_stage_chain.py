@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +14,14 @@ from nearkin.workers.pipeline import STAGES
 from nearkin_shared.config.pipeline_stages import FUSED, stage_group, stage_groups
 from nearkin_shared.errors import ConfigError, StoreUnavailable
 from nearkin_shared.formats.message import End, Envelope, Frame, Placed, encode
-from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted
 from nearkin_shared.kafka.dead_letters import IN_MEMORY_HEADER
 from nearkin_shared.kafka.earlier_messages import EarlierMessages
 from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
 from nearkin_shared.kafka.stage_chain import chain
 from nearkin_shared.kafka.stage_parts import parts_of
-from nearkin_shared.kafka.tenant_context import tenant_contexts
-from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.storage.staged_packs import UploadAttempt, put_pack, refer
-from tests.support.fakes.stage_fleet import SETTINGS, Fleet, KafkaFake
+from tests.support.fakes.stage_fleet import SETTINGS, Fleet, KafkaFake, indexed_tenants
 
 CONTENT = text_like(3_000_000, 4) + random_bytes(700_000, 5)
 FRAME_BYTES = 900 * 1024
@@ -46,15 +43,8 @@ def frames(blob: bytes = BLOB, content: bytes = CONTENT, first: int = 0) -> list
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    indexes: list[LmdbIndex] = []
-
-    def index_of(domain: bytes) -> LmdbIndex:
-        indexes.append(LmdbIndex(tmp_path / domain.hex(), domain, 1 << 26))
-        return indexes[-1]
-
-    yield Fleet(tenant_contexts(SETTINGS, memory_objects(), b"s" * 32, 160, index_of), monkeypatch)
-    for index in indexes:
-        index.close()
+    with indexed_tenants(tmp_path) as tenants:
+        yield Fleet(tenants, monkeypatch)
 
 
 def offset(handler: Handler) -> int:
@@ -118,8 +108,8 @@ class Recorded(EarlierMessages):
     def __init__(self) -> None:
         self.waited: list[int] = []
 
-    def wait(self, partition: int) -> None:
-        self.waited.append(partition)
+    def wait(self, partitions: Collection[int]) -> None:
+        self.waited += partitions
 
 
 def test_earlier_messages_go_first_after_an_assignment(fleet: Fleet) -> None:
