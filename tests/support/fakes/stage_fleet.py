@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +18,14 @@ from nearkin_resemblance.handler import resemblance_work
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.formats.message import End, Placed, decode
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.consumer_loop import Handler
 from nearkin_shared.kafka.outbox_port import StageOutbox
 from nearkin_shared.kafka.relay_handler import StatelessStageHandler
 from nearkin_shared.kafka.stage_chain import ChainLink, chain
-from nearkin_shared.kafka.tenant_context import TenantContexts
+from nearkin_shared.kafka.tenant_context import TenantContexts, tenant_contexts
+from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 
 SETTINGS = Settings()
@@ -67,6 +71,20 @@ class NoBacklog:
         return False
 
     def close(self) -> None: ...
+
+
+@contextmanager
+def indexed_tenants(folder: Path, objects: ObjectStore | None = None) -> Iterator[TenantContexts]:
+    """Yield contexts of tenants over objects (by default in memory), with an index for each domain below a folder."""
+    indexes: list[LmdbIndex] = []
+
+    def index_of(domain: bytes) -> LmdbIndex:
+        indexes.append(LmdbIndex(folder / domain.hex(), domain, 1 << 26))
+        return indexes[-1]
+
+    yield tenant_contexts(SETTINGS, memory_objects() if objects is None else objects, b"s" * 32, 160, index_of)
+    for index in indexes:
+        index.close()
 
 
 class Fleet:

@@ -29,10 +29,10 @@ from nearkin_shared.formats.message import BatchEnd, End, Envelope, Paired, Plac
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.relay_handler import StatelessStageHandler
-from nearkin_shared.kafka.tenant_context import TenantContexts, tenant_contexts
+from nearkin_shared.kafka.tenant_context import TenantContexts
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.pipeline.stage import LookupResults
-from tests.support.fakes.stage_fleet import KafkaFake
+from tests.support.fakes.stage_fleet import KafkaFake, indexed_tenants
 
 SETTINGS = Settings()
 CONTENT = random_bytes(1 << 20, 7)
@@ -104,17 +104,10 @@ def records(values: list[bytes]) -> list[Record]:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    indexes: list[LmdbIndex] = []
-
-    def index_of(domain: bytes) -> LmdbIndex:
-        indexes.append(LmdbIndex(tmp_path / domain.hex(), domain, 1 << 26))
-        return indexes[-1]
-
-    made = World(tenant_contexts(SETTINGS, memory_objects(), b"s" * 32, 160, index_of), monkeypatch)
-    yield made
-    made.handler.close()
-    for index in indexes:
-        index.close()
+    with indexed_tenants(tmp_path) as tenants:
+        made = World(tenants, monkeypatch)
+        yield made
+        made.handler.close()
 
 
 def test_offsets_wait_until_placed_is_acknowledged(world: World) -> None:

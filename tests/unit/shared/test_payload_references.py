@@ -19,18 +19,16 @@ from nearkin_shared.errors import BadInput, Corrupt, NotFound
 from nearkin_shared.formats.message import End, Envelope, Frame, Fresh, Placed, decode, encode
 from nearkin_shared.formats.message_layout import MessageKind, Pack, UndecodedMessage, read_header
 from nearkin_shared.formats.payload_references import encode_referenced, is_referenced, packs_of
-from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted
 from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
 from nearkin_shared.kafka.payload_reader import PayloadReader
 from nearkin_shared.kafka.stage_chain import ChainLink
-from nearkin_shared.kafka.tenant_context import tenant_contexts
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.storage import staged_packs
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.staged_packs import UploadAttempt, pack_name, put_pack, refer
 from tests.support.fakes.committers import EmptyBacklog, RecordingOutbox
-from tests.support.fakes.stage_fleet import SETTINGS, Fleet
+from tests.support.fakes.stage_fleet import SETTINGS, Fleet, indexed_tenants
 
 CONTENT = text_like(2_500_000, 4) + bytes(300_000) + random_bytes(900_000, 5)
 PACK_BYTES = 1_500_000
@@ -41,15 +39,8 @@ PACK = struct.Struct("<QQQ32s")
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    indexes: list[LmdbIndex] = []
-
-    def index_of(domain: bytes) -> LmdbIndex:
-        indexes.append(LmdbIndex(tmp_path / domain.hex(), domain, 1 << 26))
-        return indexes[-1]
-
-    yield Fleet(tenant_contexts(SETTINGS, memory_objects(), b"s" * 32, 160, index_of), monkeypatch)
-    for index in indexes:
-        index.close()
+    with indexed_tenants(tmp_path) as tenants:
+        yield Fleet(tenants, monkeypatch)
 
 
 def uploaded(fleet: Fleet, blob: bytes = BLOB, inline: int = -1, pack_bytes: int = PACK_BYTES) -> list[bytes]:
@@ -267,8 +258,8 @@ class Committing:
                 self.handler.handle([Record("placed", 0, self._next, BLOB, value, {}, ())])
                 self._next += 1
             self._received[id(outbox)] = len(values)
-        told: Any = self.handler._outbox
-        return [event["state"] for event in told.events]
+        recording: Any = self.handler._outbox
+        return [event["state"] for event in recording.events]
 
 
 def test_blob_that_two_workers_cut_is_committed(split: Split, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

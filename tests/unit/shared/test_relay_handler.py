@@ -49,11 +49,12 @@ from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.offset_tracker import PartitionOffsets
 from nearkin_shared.kafka.record_guard import RecordGuard
 from nearkin_shared.kafka.relay_handler import OutgoingMessage, StatelessStageHandler, Work
-from nearkin_shared.kafka.tenant_context import TenantContexts, tenant_contexts
+from nearkin_shared.kafka.tenant_context import TenantContexts
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.pipeline.batched import run_stage_batched
 from nearkin_shared.pipeline.stage import LookupResults, run_stage
 from nearkin_shared.types import ContainerId, Locations, SegmentBatch
+from tests.support.fakes.stage_fleet import indexed_tenants
 
 SETTINGS = Settings()
 MIB = 1 << 20
@@ -103,15 +104,8 @@ class Scripted(Outbox):
 
 @pytest.fixture
 def tenants(tmp_path: Path) -> Iterator[TenantContexts]:
-    indexes: list[LmdbIndex] = []
-
-    def index_of(domain: bytes) -> LmdbIndex:
-        indexes.append(LmdbIndex(tmp_path / domain.hex(), domain, 1 << 26))
-        return indexes[-1]
-
-    yield tenant_contexts(SETTINGS, memory_objects(), b"s" * 32, 160, index_of)
-    for index in indexes:
-        index.close()
+    with indexed_tenants(tmp_path) as found:
+        yield found
 
 
 def chunked(data: bytes, tenant: str = "t") -> SegmentBatch:

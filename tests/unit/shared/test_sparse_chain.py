@@ -34,16 +34,15 @@ from nearkin_shared.formats.message import (
     split_messages,
 )
 from nearkin_shared.formats.pending_delete_record import PendingDelete
-from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted
-from nearkin_shared.kafka.tenant_context import TenantContext, tenant_contexts
+from nearkin_shared.kafka.tenant_context import TenantContext
 from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.pipeline.stage import LookupResults
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.storage.staged_packs import UploadAttempt, put_pack, refer
 from nearkin_shared.types import ContainerId, FreshBatch, Locations
-from tests.support.fakes.stage_fleet import SETTINGS, Fleet
+from tests.support.fakes.stage_fleet import SETTINGS, Fleet, indexed_tenants
 
 CONTENT = text_like(3_000_000, 4) + bytes(300_000) + random_bytes(700_000, 5)
 GRACE_SECONDS = SETTINGS.gc.grace_seconds
@@ -127,18 +126,11 @@ def locations(placed: list[Placed]) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EdgeFleet]:
-    indexes: list[LmdbIndex] = []
-
-    def index_of(domain: bytes) -> LmdbIndex:
-        indexes.append(LmdbIndex(tmp_path / f"{len(indexes)}", domain, 1 << 26))
-        return indexes[-1]
-
     objects = memory_objects()
-    made = EdgeFleet(objects, tenant_contexts(SETTINGS, objects, b"s" * 32, 160, index_of), monkeypatch)
-    yield made
-    made.worker.close()
-    for index in indexes:
-        index.close()
+    with indexed_tenants(tmp_path, objects) as tenants:
+        made = EdgeFleet(objects, tenants, monkeypatch)
+        yield made
+        made.worker.close()
 
 
 def test_known_content_is_sent_as_names_only(fleet: EdgeFleet) -> None:
