@@ -246,7 +246,10 @@ def test_sums_of_quotas_occupy_no_thread_of_the_store(tmp_path: Path, monkeypatc
         return recount(catalogue, tenant, needs_whole=needs_whole)
 
     monkeypatch.setattr(VersionCatalog, "recount", observed)
-    with running(embedded(tmp_path / "store", {"auth": {"tokens_file": str(file)}})) as gateway:
-        assert gateway.client(token).put("/v1/blobs/k", content=b"1").status_code == 201
+    with (
+        running(embedded(tmp_path / "store", {"auth": {"tokens_file": str(file)}})) as gateway,
+        gateway.client(token) as client,
+    ):
+        assert client.put("/v1/blobs/k", content=b"1").status_code == 201
     assert threads
     assert all(name.startswith("nearkin-gateway-control") for name in threads)
