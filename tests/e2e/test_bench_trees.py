@@ -11,7 +11,7 @@ import pytest
 from nearkin.cli import main
 from nearkin.lab import tree_corpora
 from nearkin.lab.suites.trees_suite import MEASURED, first_difference, update_tree
-from nearkin.lab.tree_corpora import RELEASES, WEEKS, home, releases_of
+from nearkin.lab.tree_corpora import RELEASES, WEEKS, home, releases_of, small
 from tests.support.checks.lab_suites import run_and_read_record
 
 SCALE = 200
@@ -47,6 +47,16 @@ def test_generated_home_changes_from_week_to_week_as_before(weeks: Path, tmp_pat
     assert all(first_difference(one, other) for one, other in pairwise(states))
     again = home(3, tmp_path / "other", SCALE)
     assert [first_difference(one, other) for one, other in zip(states, again, strict=True)] == [None] * 3
+
+
+def test_small_files_change_one_in_a_hundred_each_week(tmp_path: Path) -> None:
+    first, second = small(400, 2, tmp_path)
+    changed = [
+        path for path in first.rglob("*.txt") if path.read_bytes() != (second / path.relative_to(first)).read_bytes()
+    ]
+    assert len(list(second.rglob("*.txt"))) == 400
+    assert len(changed) == 4
+    assert all(1024 <= path.stat().st_size <= 8 * 1024 for path in first.rglob("*.txt"))
 
 
 def test_live_tree_keeps_files_that_did_not_change(tmp_path: Path) -> None:

@@ -273,9 +273,10 @@ def trees(peers: str | None, **given: Any) -> None:
     nearkin bench trees --corpus packages,home --peers restic,borg-fine
     nearkin bench trees --corpus /backups/weekly       # one folder a version, in order of name
 
-    Corpora: packages (site-packages over releases of three packages, fetched with pip), home (generated). All tools
-    back up the same live folder in turn; then it is backed up again unchanged, restored and compared, and single files
-    are read. Peers: restic, borg, kopia; or one setting of a peer, such as borg-fine.
+    Corpora: packages (site-packages over releases of three packages, fetched with pip), home (generated), small and
+    small-200k (10,000 and 200,000 files of 1 to 8 KiB). All tools back up the same live folder in turn; then it is
+    backed up again unchanged, restored and compared, and single files are read. Peers: restic, borg, kopia; or one
+    setting of a peer, such as borg-fine.
     """
     from nearkin.lab import report
     from nearkin.lab.suites import trees_suite

@@ -2,6 +2,8 @@
 
     packages   what pip installs: ten releases of each of three Python packages, two of which advance each week
     home       a generated home folder: documents, sources, photos, a mailbox, a database
+    small      10,000 generated text files of 1 to 8 KiB, 100 of which change each week
+    small-200k 200,000 of them, 2,000 of which change each week
 
 A corpus is a list of folders, one for each week. They lie in the cache of `nearkin.lab.corpus_cache`.
 
@@ -134,6 +136,34 @@ def _live_a_week(home_folder: Path, week: int, scale: int) -> None:
     _write(database, mutate(database.read_bytes(), week, 200))
 
 
+def small(files: int, weeks: int = WEEKS, cache: Path | None = None) -> list[Path]:
+    """Return a folder of `files` text files of 1 to 8 KiB as of the first `weeks` weeks.
+
+    The same arguments give the same bytes. Each week edits one file in a hundred.
+    """
+    folder = (cache or cache_dir()) / f"trees-small-{files}"
+
+    def make(week: int, target: Path) -> None:
+        if not week:
+            for number in range(files):
+                _write(target / _small_path(number), _small_file(number))
+            return
+        shutil.copytree(folder / _name(week - 1), target, dirs_exist_ok=True)
+        for number in range(week, files, 100):
+            path = target / _small_path(number)
+            _write(path, mutate(path.read_bytes(), week * 10_000_000 + number, 3))
+
+    return [_state(folder, week, partial(make, week)) for week in range(weeks)]
+
+
+def _small_path(number: int) -> Path:
+    return Path(f"{number // 200:04}") / f"file-{number:06}.txt"
+
+
+def _small_file(number: int) -> bytes:
+    return text_like(KIB + number * 7_919 % (7 * KIB), 40_000_000 + number)
+
+
 def _document(number: int) -> bytes:
     return text_like(KIB + number * 7_919 % (24 * KIB), 200_000 + number)
 
@@ -167,7 +197,12 @@ def _state(folder: Path, week: int, make: Callable[[Path], None]) -> Path:
     return path
 
 
-TREES: Mapping[str, Callable[[int], list[Path]]] = {"packages": packages, "home": home}
+TREES: Mapping[str, Callable[[int], list[Path]]] = {
+    "packages": packages,
+    "home": home,
+    "small": partial(small, 10_000),
+    "small-200k": partial(small, 200_000),
+}
 
 
 def check_trees(words: Sequence[str], versions: int | None) -> list[str]:
