@@ -63,6 +63,13 @@ class PreconditionFailed(PermanentError):
     """The key's newest version fails the condition of a put; nothing was stored."""
 
 
+class BaseUnusable(PermanentError):
+    """The version that an upload copies ranges of is missing, no tree or damaged.
+
+    Nothing was stored: send all bytes.
+    """
+
+
 class GcPaused(PermanentError):
     """Garbage collection is paused until an operator resumes it."""
 

@@ -37,6 +37,13 @@ PutIfMatch = Annotated[str | None, Header(description="Only over this newest ver
 PutIfNoneMatch = Annotated[
     str | None, Header(description="`*`: only where there is no version; checked at the commit.")
 ]
+NearkinBase = Annotated[
+    str | None,
+    Header(
+        description="The version of the same key whose ranges a body of `application/vnd.nearkin.parts` copies.",
+        json_schema_extra={"pattern": "^[1-9][0-9]{0,18}$"},
+    ),
+]
 
 
 def document_parameters(operation: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute, Match, Route
 
 from nearkin_shared.errors import (
     BadInput,
+    BaseUnusable,
     ConfigError,
     Corrupt,
     FormatTooNew,
@@ -115,6 +116,8 @@ def from_error(err: Exception) -> Problem:  # noqa: PLR0911 - one for each kind
             return Problem(409, "paused", str(err))
         case PreconditionFailed():
             return Problem(412, PRECONDITION, str(err))
+        case BaseUnusable():
+            return Problem(409, "base-unusable", str(err))
         case RetentionActive():
             return Problem(409, "retained", str(err))
         case ConfigError():
@@ -196,7 +199,16 @@ def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ClientDisconnect, gone)
-    refusals = NotFound, TenantErased, GcPaused, PreconditionFailed, RetentionActive, ConfigError, BadInput
+    refusals = (
+        NotFound,
+        TenantErased,
+        GcPaused,
+        PreconditionFailed,
+        RetentionActive,
+        BaseUnusable,
+        ConfigError,
+        BadInput,
+    )
     for kind in (Problem, *refusals, Corrupt, FormatTooNew, RetryableError, Exception):
         app.add_exception_handler(kind, ours)
 

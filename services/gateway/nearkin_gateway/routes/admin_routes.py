@@ -25,6 +25,7 @@ from nearkin_gateway.state import Gateway, gateway_of
 from nearkin_shared.config.loader import displayed_value
 from nearkin_shared.config.runtime import changes_schema
 from nearkin_shared.config.settings import FIXED_FIELDS, HOT_FIELDS, SECRET_URLS, SECRETS
+from nearkin_shared.formats.upload_parts import PARTS_MEDIA_TYPE
 from nearkin_shared.results_json import explain_json, info_json, stats_json
 
 PATCH_BYTES_MAX = 64 * 1024
@@ -65,9 +66,17 @@ async def status(request: Request, id: str, caller: Reader, wait: Wait = 0.0) ->
     return JSONResponse(outcome_json(gateway, caller.tenant, blob, await gateway.outcomes.wait(blob, wait)))
 
 
+_ACCEPTED = {
+    "Accept-Post": {
+        "description": "Media types that puts of the key take; `application/vnd.nearkin.parts` is not stored as such.",
+        "schema": {"type": "string"},
+    }
+}
+
+
 @router.get(
     "/v1/info/{key:path}",
-    responses=_PROBLEMS,
+    responses={200: {"headers": _ACCEPTED}, **_PROBLEMS},
     response_model=response_models.BlobVersion,
     operation_id="getInfo",
     tags=["blobs"],
@@ -76,7 +85,8 @@ async def info(request: Request, key: Key, caller: Reader, version: VersionQuery
     """Return what is known of a version: size, digests, time, all its metadata."""
     catalogue = gateway_of(request).catalogue
     annotate(request, key=key, version=version)
-    return JSONResponse(info_json(await asyncio.to_thread(catalogue.info, caller.tenant, key, version)))
+    found = info_json(await asyncio.to_thread(catalogue.info, caller.tenant, key, version))
+    return JSONResponse(found, headers={"Accept-Post": f"*/*, {PARTS_MEDIA_TYPE}"})
 
 
 @router.get(

@@ -45,6 +45,7 @@ from nearkin_gateway.http.request_bodies import asks_first, check_declared, chun
 from nearkin_gateway.http.url_keys import BlobKey, Key, KeysInQuery, blob_url
 from nearkin_gateway.middleware.audit_requests import annotate
 from nearkin_gateway.state import Gateway, gateway_of
+from nearkin_gateway.uploads.copied_ranges import open_base
 from nearkin_gateway.uploads.upload_preconditions import check_newest
 from nearkin_gateway.uploads.upload_service import (
     NewBlob,
@@ -59,6 +60,7 @@ from nearkin_gateway.uploads.upload_service import (
 )
 from nearkin_shared.errors import PreconditionFailed
 from nearkin_shared.reading.restore import VerifiedPieces
+from nearkin_shared.results import CONTENT_TYPE_TREE
 from nearkin_shared.results_json import info_json
 from nearkin_shared.validation import CONTENT_TYPE, check_metadata, content_type
 
@@ -168,10 +170,13 @@ async def put_blob(
     want_repr_digest: Annotated[str | None, Header(description="`sha-256=10`: keep the SHA-256 too.")] = None,
     if_match: header_bounds.PutIfMatch = None,
     if_none_match: header_bounds.PutIfNoneMatch = None,
+    nearkin_base: header_bounds.NearkinBase = None,
 ) -> Response:
     """Store the body as a new version of the key.
 
     Metadata: `X-Nearkin-Meta-NAME: VALUE`, both percent-encoded.
+
+    A body of `application/vnd.nearkin.parts` has new bytes of a tree, and ranges of the version `Nearkin-Base`.
 
     The `Content-Type` is kept as metadata `content-type` and returned by GET and HEAD.
     `If-Match` and `If-None-Match` are checked where the version is committed: of several puts that rely on the same
@@ -187,7 +192,9 @@ async def put_blob(
     if asks_first(request):
         gateway.admission.check_lag(caller.tenant)
     metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
-    if (media_type := content_type_of(request.headers)) is not None:
+    parts = await open_base(gateway, caller.tenant, caller.scopes, key, request.headers)
+    media_type = content_type_of(request.headers) if parts is None else CONTENT_TYPE_TREE
+    if media_type is not None:
         metadata.setdefault(CONTENT_TYPE, media_type)
         check_metadata(metadata)
     announced = announced_digests(request.headers)
@@ -196,8 +203,9 @@ async def put_blob(
     origin = None if repeatable is None else origin_of_key(repeatable)
     with ExitStack() as held:
         held.enter_context(gateway.uploads.one(caller.holders))
-        body = frames(chunks(request, bytes_max, gateway.uploads, gateway.pace_of(caller.tenant)))
-        pieces = check_digests(body, announced, gateway.pools.hashing)
+        body = chunks(request, bytes_max, gateway.uploads, gateway.pace_of(caller.tenant))
+        framed = frames(body if parts is None else parts.expand(body))
+        pieces = check_digests(framed, announced, gateway.pools.hashing)
         earlier = None
         if origin is not None:
             held.enter_context(one_at_a_time(gateway, origin.id))
@@ -222,7 +230,7 @@ async def put_blob(
             wants_sha256=wants_sha256(request.headers),
             trace=_trace(request),
             precondition=precondition,
-            size_bytes=declared_bytes(request),
+            size_bytes=declared_bytes(request) if parts is None else None,
         )
         blob, ending = await take(gateway, pieces, new)
     annotate(request, blob=blob.hex())
