@@ -24,6 +24,7 @@ from nearkin_shared.config.validators import InvalidValue, ServerUrl, TokenText
 from nearkin_shared.errors import (
     AccessDenied,
     BadInput,
+    BaseUnusable,
     ConfigError,
     Corrupt,
     GcPaused,
@@ -200,6 +201,7 @@ class StillRunning(StoreUnavailable):
 _BY_NAME: dict[str, type[NearkinError]] = {
     "bad-input": BadInput,
     "bad-setting": ConfigError,
+    "base-unusable": BaseUnusable,
     "corrupt": Corrupt,
     "erased": TenantErased,
     "not-found": NotFound,

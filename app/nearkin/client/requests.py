@@ -19,6 +19,7 @@ from nearkin.client.http import Answer, Call, Conversation, T, blob_path
 from nearkin.client.streaming import Upload
 from nearkin_shared import results_json
 from nearkin_shared.errors import BadInput, Corrupt, PreconditionFailed, StoreUnavailable
+from nearkin_shared.formats.upload_parts import PARTS_MEDIA_TYPE
 from nearkin_shared.preconditions import ANY, PRECONDITION, Precondition
 from nearkin_shared.results import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
 from nearkin_shared.validation import check_key, check_metadata, check_prefix, check_reason, check_version
@@ -176,6 +177,15 @@ def info(key: str, version: int | None) -> Conversation[VersionInfo]:
         check_version(version)
     answer = yield Call("GET", blob_path(key, "/v1/info"), {} if version is None else {"version": str(version)})
     return _read(answer, lambda: results_json.info_from(answer.json()))
+
+
+def newest_base(key: str) -> Conversation[VersionInfo | None]:
+    """Ask for the newest version; None if the server takes no ranges of it in a put."""
+    check_key(key)
+    answer = yield Call("GET", blob_path(key, "/v1/info"))
+    accepted = [media_type.strip() for media_type in answer.headers.get("accept-post", "").split(",")]
+    found = _read(answer, lambda: results_json.info_from(answer.json()))
+    return found if PARTS_MEDIA_TYPE in accepted else None
 
 
 def versions(prefix: str, all_versions: bool, broken: Broken) -> Conversation[list[VersionInfo]]:

@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from nearkin.client.http import Call, blob_path
 from nearkin_shared.errors import BadInput, Corrupt, NearkinError, RetryableError, SourceFailed, StoreUnavailable
+from nearkin_shared.formats.upload_parts import BASE_HEADER, PARTS_MEDIA_TYPE
 from nearkin_shared.results import VersionInfo
 from nearkin_shared.validation import Progress, Source, normalize_source
 
@@ -168,6 +169,27 @@ class Upload:
         if self._progress is not None and taken > self._told_bytes:
             self._progress(taken - self._told_bytes)
             self._told_bytes = taken
+
+
+class PartsUpload(Upload):
+    """A body of parts, with ranges of an earlier version."""
+
+    def __init__(self, source: Source, base: int) -> None:
+        """`base`: the version of the same key."""
+        super().__init__(source)
+        self._base = base
+
+    def headers(self) -> dict[str, str]:
+        """Return the request headers."""
+        return super().headers() | {"Content-Type": PARTS_MEDIA_TYPE, BASE_HEADER: str(self._base)}
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the body from its start.
+
+        Its own digest is at its end; that of the version is another, and is not compared with it.
+        """
+        yield from super().pieces()
+        self.digest = ""
 
 
 class Download:

@@ -5,7 +5,7 @@ A RemoteStore may be used by many threads; it holds at most 32 connections.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -14,10 +14,10 @@ import httpx
 from nearkin.blob import VersionFile
 from nearkin.client import requests
 from nearkin.client.http import unreachable
-from nearkin.client.streaming import Download
+from nearkin.client.streaming import Download, PartsUpload
 from nearkin.client.sync_calls import GatewayCalls
 from nearkin_shared.errors import NearkinError
-from nearkin_shared.results import VersionInfo
+from nearkin_shared.results import PutResult, VersionInfo
 
 if TYPE_CHECKING:
     from nearkin.trees.backup_walk import BackupCounts, BackupOptions
@@ -48,12 +48,31 @@ class RemoteStore(GatewayCalls):
     ) -> BackupResult:
         """Store folders and files as one version of `key`, a tree; see `Store.backup`.
 
-        Every file is read and sent. Raises BadInput, and what `put` raises.
+        Files that are unchanged since the newest tree of the key are neither read nor sent, if the server takes ranges
+        of it; else all are. Raises BadInput, and what `put` raises.
         """
         from nearkin.trees.backup_walk import BackupCounts, BackupOptions
         from nearkin.trees.remote_trees import back_up_remote
 
         return back_up_remote(self, key, paths, options or BackupOptions(), counts or BackupCounts())
+
+    def newest_base(self, key: str) -> VersionInfo | None:
+        """Return the newest version; None if the server takes no ranges of it in a put.
+
+        Raises NotFound, AccessDenied, StoreUnavailable.
+        """
+        return self._hold(requests.newest_base(key))
+
+    def put_parts(self, key: str, upload: PartsUpload, metadata: Mapping[str, str]) -> PutResult:
+        """Store a body of parts as a new version of `key`.
+
+        The caller verifies the digest of the result. Raises BaseUnusable, and as `put` does.
+        """
+        return self._hold(requests.put(key, upload, metadata, None, self._commit_seconds))
+
+    def open_range(self, info: VersionInfo, start: int, stop: int) -> RemoteBlob:
+        """Return the bytes [start, stop) of a version that `info` described."""
+        return RemoteBlob(self, info, start, requests.check_range(info, start, stop))
 
     def import_tar(
         self,

@@ -412,14 +412,14 @@ class TreeBackup(BackupWalk):
     def _checkpoint_fields(self) -> dict[str, str]:
         fields = {READ_BYTES_FIELD: str(self._schedule.done_bytes(self.counts.read_bytes))}
         ahead = self._found.next_entry  # of a parent that the walk has not passed
-        if ahead is not None and ahead.parent.is_checkpoint:
+        if ahead is not None and ahead.parent.manifest is not None and ahead.parent.is_checkpoint:
             fields[FURTHER_FIELD] = str(ahead.parent.manifest.version)
         return fields
 
 
 def _earlier_bytes(parent: ParentTree) -> int:
     """Return the bytes that were read for a checkpoint; 0 of a complete version."""
-    return int(parent.manifest.metadata.get(READ_BYTES_FIELD, 0)) if parent.is_checkpoint else 0
+    return int(parent.metadata.get(READ_BYTES_FIELD, 0)) if parent.is_checkpoint else 0
 
 
 def _bounded(nanoseconds: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import BinaryIO
 
@@ -29,11 +30,15 @@ class BytePipe:
         self._write = write
         self._what = what
         self._failure: BaseException | None = None
+        self._ahead: deque[bytes] = deque()
+        """Pieces that `read` returns next."""
         self._thread = threading.Thread(target=self._run, name=f"nearkin-{what}", daemon=True)
         self._thread.start()
 
     def read(self, count: int = READ_BYTES) -> bytes:
         """Return the next bytes; nothing at the end. Raises the error that ended the function."""
+        if self._ahead:
+            return self._ahead.popleft()
         data = self._file.read(count)
         if not data:
             self._thread.join()
@@ -42,6 +47,20 @@ class BytePipe:
             if self._failure is not None:
                 raise SourceFailed(f"{self._what}: reading it failed: {self._failure}") from self._failure
         return data
+
+    def read_ahead(self, bytes_max: int) -> bytes | None:
+        """Return all bytes if they are at most `bytes_max`, else None: `read` returns them then.
+
+        Raises the error that ended the function.
+        """
+        pieces, count = [], 0
+        while piece := self.read():
+            pieces.append(piece)
+            count += len(piece)
+            if count > bytes_max:
+                self._ahead = deque(pieces)
+                return None
+        return b"".join(pieces)
 
     def close(self) -> None:
         """End the thread and the pipe."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -38,13 +38,19 @@ class ParentTree(NamedTuple):
     """An earlier version of a tree."""
 
     reader: TreeReader
-    manifest: Manifest
+    manifest: Manifest | None
+    """None: the version is on a server, which takes ranges of it."""
     read_range: ReadRange
 
     @property
     def is_checkpoint(self) -> bool:
         """Whether it is an unfinished version."""
-        return self.manifest.key.startswith(RESERVED_PREFIX)
+        return self.manifest is not None and self.manifest.key.startswith(RESERVED_PREFIX)
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Of the version, in this store; nothing of one on a server."""
+        return {} if self.manifest is None else self.manifest.metadata
 
 
 class FoundEntry(NamedTuple):
@@ -148,29 +154,38 @@ class ReusedContent:
         stops, self._stops, self._parent = self._stops, array("Q"), None
         if parent is None or start == stop:
             return
-        ends = self._segment_ends(parent)
+        if parent.manifest is None:
+            self._tree.copy_range(start, stop)
+        else:
+            self._take_segments(parent, parent.manifest, start, stop, stops)
+        self._progress(stop - start)
+
+    def _take_segments(
+        self, parent: ParentTree, manifest: Manifest, start: int, stop: int, stops: Sequence[int]
+    ) -> None:
+        """Splice the whole segments of a range of the parent, and write the rest of it again."""
+        ends = self._segment_ends(manifest)
         first = bisect_left(ends, start)  # segments behind it begin inside the range
         last = bisect_right(ends, stop) - 1
         if last > first:
-            lengths = parent.manifest.lengths
+            lengths = manifest.lengths
             assert lengths is not None
             self._rewrite(parent, start, ends[first], stops)
             rows = slice(first, last)
-            self._tree.splice(parent.manifest.segments.take(rows), lengths[rows])
+            self._tree.splice(manifest.segments.take(rows), lengths[rows])
             self._rewrite(parent, ends[last], stop, stops)
         else:
             self._rewrite(parent, start, stop, stops)
-        self._progress(stop - start)
 
-    def _segment_ends(self, parent: ParentTree) -> list[int]:
+    def _segment_ends(self, manifest: Manifest) -> list[int]:
         """Return 0 and the end of each segment: segment i is ends[i] to ends[i + 1]."""
-        if id(parent) not in self._ends:
-            lengths = parent.manifest.lengths
+        if id(manifest) not in self._ends:
+            lengths = manifest.lengths
             if lengths is None:  # one segment at most
-                self._ends[id(parent)] = [0, parent.manifest.size_bytes]
+                self._ends[id(manifest)] = [0, manifest.size_bytes]
             else:
-                self._ends[id(parent)] = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
-        return self._ends[id(parent)]
+                self._ends[id(manifest)] = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
+        return self._ends[id(manifest)]
 
     def _rewrite(self, parent: ParentTree, start: int, stop: int, stops: Sequence[int]) -> None:
         """Write a range of the parent again, file by file, so that chunks end where they did."""

@@ -1,34 +1,45 @@
 """Back up folders through a server, and read trees from it.
 
-    backup thread -> pipe -> upload
+    backup thread -> pipe -> upload: new bytes, and ranges of the newest version (a body of parts)
 
-Every file is read and sent, unless `skip_if_unchanged` finds no change: the server deduplicates what it receives. A
-tree that is stored through a server has the BLAKE3 of all its bytes as digest; a reader verifies groups and files by
-the digests in the tree.
+Files that are unchanged since the newest tree are neither read nor sent, if the server takes ranges of it; else all
+are, and the server deduplicates what it receives. A tree of which all bytes were sent has their BLAKE3 as digest; a
+reader verifies groups and files by the digests in the tree.
+
+Invariant: a tree whose parts the server did not join to what the client made is reported as Corrupt.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, cast
 
+from nearkin.client.streaming import PartsUpload
 from nearkin.trees.backup import TreeBackup
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, ComparisonOptions
 from nearkin.trees.byte_pipe import BytePipe
+from nearkin.trees.parent_tree import ParentTree
 from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
 from nearkin.trees.store_backup import BackupResult, metadata_of, tree_metadata
 from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult, open_import
 from nearkin.trees.tree_comparison import TreeComparison
 from nearkin.trees.tree_restore import TreeRestore
-from nearkin.trees.tree_sinks import StreamSink, TreeSink
-from nearkin_shared.errors import Corrupt, FormatTooNew, NotFound
+from nearkin.trees.tree_sinks import PartsSink, StreamSink, TreeSink
+from nearkin_shared.errors import BaseUnusable, Corrupt, FormatTooNew, NotFound
 from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.validation import check_user_key
 
 if TYPE_CHECKING:
     from nearkin.client.sync import RemoteStore
+    from nearkin_shared.results import PutResult, VersionInfo
+
+_log = logging.getLogger("nearkin.client")
+AHEAD_BYTES_MAX = 16 << 20
+"""A body up to it is made before it is sent, and sent again after a break: few changes need no upload while the walk
+goes on."""
 
 
 class WritableTree(Protocol):
@@ -60,9 +71,17 @@ def back_up_remote(
     if options.skip_if_unchanged and not options.comparison.force_rescan:
         compared = BackupCounts()
         if _is_unchanged(store, key, paths, options, compared):
-            for field in fields(BackupCounts):
-                setattr(counts, field.name, getattr(compared, field.name))
+            _set_counts(counts, compared)
             return BackupResult(None, counts)
+    if not options.comparison.force_rescan:
+        try:
+            result = _send_changes(store, key, paths, options, counts)
+        except (BaseUnusable, NotFound) as err:
+            _log.info("backup of %r: all files are read and sent: %s", key, err)
+            _set_counts(counts, BackupCounts())
+        else:
+            if result is not None:
+                return BackupResult(result, counts)
     reading_all = replace(options, comparison=ComparisonOptions(force_rescan=True))
     stream = open_tree_stream(TreeBackup(paths, reading_all, counts))
     try:
@@ -70,6 +89,68 @@ def back_up_remote(
     finally:
         stream.close()
     return BackupResult(result, counts)
+
+
+def _set_counts(counts: BackupCounts, found: BackupCounts) -> None:
+    """Replace the counts, which another thread may read."""
+    for field in fields(BackupCounts):
+        setattr(counts, field.name, getattr(found, field.name))
+
+
+def _send_changes(
+    store: RemoteStore, key: str, paths: Sequence[str | Path], options: BackupOptions, counts: BackupCounts
+) -> PutResult | None:
+    """Store a tree as changes of the newest one; None if there is none that can be read.
+
+    Raises BaseUnusable or NotFound for a version that is deleted or damaged meanwhile.
+    """
+    base = store.newest_base(key)
+    if base is None or not base.is_tree:
+        return None
+    try:
+        reader = _open_tree(store, base)
+    except (Corrupt, FormatTooNew) as err:
+        raise BaseUnusable(str(err)) from err
+    parent = ParentTree(reader, None, reader.read_range)
+    changing = replace(options, skip_if_unchanged=False)
+    backup = TreeBackup(paths, changing, counts, parents=lambda: [parent])
+    made: list[TreeEnd] = []
+
+    def write(file: BinaryIO) -> None:
+        sink = PartsSink(file, reader.read_range)
+        digest = backup.write(sink)
+        sink.end(digest)
+        made.append(TreeEnd(sink.size_bytes, digest))
+
+    stream = BytePipe(write, "tree")
+    try:
+        body = stream.read_ahead(AHEAD_BYTES_MAX)  # sent again where the connection breaks
+        upload = PartsUpload(cast("BinaryIO", stream) if body is None else body, base.version)
+        result = store.put_parts(key, upload, metadata_of(options))
+    finally:
+        stream.close()
+    _check_result(store, result.info, made[0])
+    return result
+
+
+class TreeEnd(NamedTuple):
+    """Size and digest of a tree as it was made."""
+
+    size_bytes: int
+    digest: bytes
+
+
+def _check_result(store: RemoteStore, info: VersionInfo, made: TreeEnd) -> None:
+    """Compare a version with the tree that was sent. Raises Corrupt."""
+    if info.size_bytes == made.size_bytes:
+        if info.digest == f"blake3:{made.digest.hex()}":
+            return
+        if _open_tree(store, info).digest == made.digest:  # the digest of the version is that of all bytes
+            return
+    raise Corrupt(
+        f"key {info.key!r} version {info.version}: {info.size_bytes} bytes are stored, and not the tree of "
+        f"{made.size_bytes} bytes that was sent: delete the version, and back up with --force-rescan"
+    )
 
 
 def _is_unchanged(
@@ -110,12 +191,16 @@ def open_remote_tree(store: RemoteStore, key: str, version: int | None = None) -
 
     Raises NotFound, Corrupt (damaged, or no tree), StoreUnavailable.
     """
-    info = store.info(key, version)
+    return _open_tree(store, store.info(key, version))
+
+
+def _open_tree(store: RemoteStore, info: VersionInfo) -> TreeReader:
+    """Return a reader of a tree. Raises as `open_remote_tree`."""
 
     def read_range(start: int, stop: int) -> bytes:
-        return store.get(key, info.version, start=start, stop=stop).read()
+        return store.open_range(info, start, stop).read()
 
-    label = f"{key!r} version {info.version}"
+    label = f"{info.key!r} version {info.version}"
     digest = bytes.fromhex(info.digest.removeprefix("blake3:"))
     try:
         return TreeReader.open(read_range, info.size_bytes, label, digest)

@@ -75,7 +75,7 @@ def back_up(
 
     def parents() -> list[ParentTree]:
         newest = _parent(store, key)
-        since_us = 0 if newest is None else newest.manifest.created_us
+        since_us = 0 if newest is None or newest.manifest is None else newest.manifest.created_us
         return [*_unfinished(store, checkpoint_key, since_us), *([] if newest is None else [newest])]
 
     metadata = metadata_of(options)
@@ -117,10 +117,10 @@ def _unfinished(store: TreeStore, key: str, since_us: int) -> Iterator[ParentTre
     version: int | None = None
     for _ in range(CHECKPOINTS_CONTINUED_MAX):
         parent = _parent(store, key, version)
-        if parent is None or parent.manifest.created_us <= since_us:
+        if parent is None or parent.manifest is None or parent.manifest.created_us <= since_us:
             return
         yield parent
-        further = parent.manifest.metadata.get(FURTHER_FIELD)
+        further = parent.metadata.get(FURTHER_FIELD)
         if further is None:
             return
         version = int(further)

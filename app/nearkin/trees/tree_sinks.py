@@ -5,10 +5,12 @@ Invariant: a sink passes on the bytes in the order in which they are written; bo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from nearkin_shared.errors import BadInput
+from nearkin_shared.formats.upload_parts import RECORDS_MAX, PartsEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
     from nearkin_shared.types import U32, Locations
 
 STREAM_BUFFER_BYTES = 1 << 20
+COPIED_RECORDS_MAX = RECORDS_MAX // 2
+"""Ranges beyond it are read from the parent and sent: half of the records are left for new bytes, 512 GiB of them."""
+IDLE_SECONDS = 5.0
+"""Time without bytes after which some are sent that stand for nothing."""
+IDLE_BYTES = 16 << 10
+"""Of them: three times what a server asks for as the least speed of a client, 1 KiB a second."""
 
 
 class SupportsBorders(Protocol):
@@ -47,6 +55,12 @@ class TreeSink(SupportsBorders, Protocol):
 
     def splice(self, segments: Locations, lengths: U32) -> None:
         """Append stored segments of these lengths."""
+
+    def copy_range(self, start: int, stop: int) -> None:
+        """Append the bytes [start, stop) of the parent."""
+
+    def keep_alive(self) -> None:
+        """Note that the tree goes on, though no bytes are written."""
 
     def checkpoint(self, key: str, metadata: dict[str, str], end: Iterable[bytes], digest: bytes) -> Future[PutResult]:
         """Commit the bytes so far, followed by the parts of `end`, as a version of `key`."""
@@ -80,6 +94,13 @@ class StoreSink:
     def splice(self, segments: Locations, lengths: U32) -> None:
         """Append stored segments of these lengths."""
         self._writer.splice(self._blob, segments, lengths)
+
+    def copy_range(self, start: int, stop: int) -> None:
+        """Refuse: segments are taken over from a parent in this store. Raises BadInput."""
+        raise BadInput(f"bytes {start} to {stop} of a parent cannot be copied: it has no segments here")
+
+    def keep_alive(self) -> None:
+        """Do nothing: an open store waits as long as it takes."""
 
     def checkpoint(self, key: str, metadata: dict[str, str], end: Iterable[bytes], digest: bytes) -> Future[PutResult]:
         """Commit the bytes so far, followed by the parts of `end`, as a version of `key`."""
@@ -135,6 +156,13 @@ class StreamSink:
         """Refuse: a server takes no segments of earlier versions. Raises BadInput."""
         raise BadInput("segments of an earlier version cannot be taken over through a server")
 
+    def copy_range(self, start: int, stop: int) -> None:
+        """Refuse: the stream has bytes alone. Raises BadInput."""
+        raise BadInput(f"bytes {start} to {stop} of a parent cannot be copied into a stream of bytes")
+
+    def keep_alive(self) -> None:
+        """Do nothing: files are read all the time, since all bytes are sent."""
+
     def checkpoint(self, key: str, metadata: dict[str, str], end: Iterable[bytes], digest: bytes) -> Future[PutResult]:
         """Refuse: a server takes no checkpoints. Raises BadInput."""
         raise BadInput("a checkpoint cannot be stored through a server")
@@ -146,3 +174,56 @@ class StreamSink:
         """Write what is buffered."""
         self._file.write(self._buffer[: self._used])
         self._used = 0
+
+
+class PartsSink(StreamSink):
+    """Writes a tree as a body of parts, for a server that has its parent.
+
+    `end` completes the body.
+    """
+
+    def __init__(self, file: BinaryIO, read_parent: Callable[[int, int], bytes]) -> None:
+        """Begin the body.
+
+        `read_parent`: returns bytes of the parent, in place of ranges beyond the number that a body may have.
+        """
+        super().__init__(file)
+        self._encoder = PartsEncoder(file.write)
+        self._read_parent = read_parent
+        self._sent_at = time.monotonic()
+
+    def copy_range(self, start: int, stop: int) -> None:
+        """Append the bytes [start, stop) of the parent."""
+        if self._encoder.records >= COPIED_RECORDS_MAX:
+            while start < stop:
+                data = self._read_parent(start, min(stop, start + STREAM_BUFFER_BYTES))
+                self.write(data)
+                start += len(data)
+            return
+        self.flush()
+        self._encoder.add_copy(start, stop)
+        self.size_bytes += stop - start
+
+    def keep_alive(self) -> None:
+        """Send bytes that stand for nothing if none were sent for IDLE_SECONDS.
+
+        A silent client would be taken for a dead one.
+        """
+        now = time.monotonic()
+        if now - self._sent_at >= IDLE_SECONDS and self._encoder.records < COPIED_RECORDS_MAX:
+            self.flush()
+            self._encoder.add_idle(IDLE_BYTES)
+            self._file.flush()
+            self._sent_at = now
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        if self._used:
+            self._encoder.add_data(self._buffer[: self._used])
+            self._used = 0
+            self._sent_at = time.monotonic()
+
+    def end(self, digest: bytes) -> None:
+        """End the body. `digest`: of the tree."""
+        self.flush()
+        self._encoder.end(self.size_bytes, digest)

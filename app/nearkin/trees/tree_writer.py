@@ -187,6 +187,11 @@ class TreeWriter:
         self._sink.splice(segments, lengths)
         self._borders = FileBorders(self._sink)
 
+    def copy_range(self, start: int, stop: int) -> None:
+        """Take over the bytes [start, stop) of a parent on a server."""
+        self._sink.copy_range(start, stop)
+        self._borders = FileBorders(self._sink)
+
     def checkpoint(
         self, key: str, metadata: dict[str, str], unread: int, partial: PartialFile | None = None
     ) -> Future[PutResult]:
@@ -267,6 +272,7 @@ class TreeWriter:
         rows, self._rows, self._extras_bytes = self._rows, [], 0
         block, group = _encode(rows)
         self._groups.append(group)
+        self._sink.keep_alive()
         self._blocks.append(compress(block, 1))
         self._group_bytes += len(block)
 
