@@ -115,7 +115,8 @@ def test_log_written_again_is_not_trimmed(kafka: Kafka, start_pipeline: StartPip
     assert pipeline.end("pipeline") == 0
     trimmer = Trimmer(pipeline.settings)
     if trimmed:
-        assert trimmer.trim()[FRAMES] > 0
+        # The worker may have trimmed them, and a trimmer deletes nothing before it has read all dead letters.
+        until(lambda: trimmer.trim().get(FRAMES, 0) or first_offset(pipeline) > 0, pipeline.logs)
         until(lambda: f"{FRAMES} 0 {first_offset(pipeline)}" in kafka.start_offsets(), kafka.start_offsets)
     kafka.kill()
     kafka.truncate(FRAMES, kafka.log_bytes(FRAMES) // 2)
