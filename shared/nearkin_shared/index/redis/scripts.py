@@ -34,6 +34,8 @@ LEVEL_MAX = 24
 """Bits of a key that choose its bucket: with 40 entries each, 2^29 entries per partition; then buckets grow longer."""
 BUCKET_ENTRIES_MAX = 2048
 """Limit of a bucket: crafted super-features that share a bucket must not slow down every call that reads it."""
+HASHED_BYTES = 3
+"""Bytes at the start of a key that choose its bucket (LEVEL_MAX bits)."""
 _INCLUDE = re.compile(r"^--include (\w+)$", re.MULTILINE)
 _FOLDER = files(__package__) / "lua"
 
@@ -46,7 +48,8 @@ def _read(folder: Traversable, name: str) -> str:
 
 def _read_all() -> dict[str, str]:
     """Return all scripts by name, each after the constants that it may use."""
-    constants = f"local DAMAGED, LEVEL_MAX, BUCKET_ENTRIES_MAX = '{DAMAGED}', {LEVEL_MAX}, {BUCKET_ENTRIES_MAX}\n"
+    numbers = {"LEVEL_MAX": LEVEL_MAX, "BUCKET_ENTRIES_MAX": BUCKET_ENTRIES_MAX, "HASHED_BYTES": HASHED_BYTES}
+    constants = f"local DAMAGED, {', '.join(numbers)} = '{DAMAGED}', {', '.join(map(str, numbers.values()))}\n"
     names = sorted(path.name.removesuffix(".lua") for path in _FOLDER.iterdir() if path.name.endswith(".lua"))
     return {name: constants + _read(_FOLDER, name) for name in names}
 

@@ -9,8 +9,8 @@ local function values_of(base, keys)
   local out, none = {}, string.rep('\0', width - key_bytes)
   read_buckets(keys, key_bytes)
   for i = 1, #bucket_of_row do
-    local at, bucket = (i - 1) * key_bytes, buckets[bucket_of_row[i]]
-    local found = position_of(bucket, sub(keys, at + 1, at + key_bytes))
+    local bucket = buckets[bucket_of_row[i]]
+    local found = position_of(bucket, keys, (i - 1) * key_bytes + 1)
     out[i] = found and sub(bucket, found + key_bytes, found + width - 1) or none
   end
   return table.concat(out)

@@ -7,10 +7,11 @@ local rows, highest = ARGV[1], counter(redis.call('HGET', base, 'm'), 0)
 if not highest then return redis.error_reply(DAMAGED .. ' ' .. base) end
 read_buckets(rows, width)
 for i = 1, #bucket_of_row do
-  local at, n = (i - 1) * width, bucket_of_row[i]
-  local bucket = buckets[n]
-  local key, entry = sub(rows, at + 1, at + key_bytes), sub(rows, at + 1, at + width)
-  if not position_of(bucket, key) then append(n, bucket, entry) end
+  local at, n = (i - 1) * width + 1, bucket_of_row[i]
+  local fresh = appended[n]
+  if not (position_of(buckets[n], rows, at) or fresh and position_of(fresh, rows, at)) then
+    append(n, sub(rows, at, at + width - 1))
+  end
 end
 if highest < tonumber(ARGV[5]) then redis.call('HSET', base, 'm', ARGV[5]) end
 return save()

@@ -20,12 +20,13 @@ local function load_all(numbers, fields)
 end
 local bucket_of_row, numbers, fields = {}, {}, {}
 local function read_buckets(rows, stride)
+  local count, row = low + split, 0
   for at = 1, #rows, stride do
     local a, b, c = byte(rows, at, at + 2)
-    local h = a + b * 256 + c * 65536
-    local n = h % low
-    if n < split then n = h % high end
-    bucket_of_row[#bucket_of_row + 1] = n
+    local n = (a + b * 256 + c * 65536) % high
+    if n >= count then n = n - low end
+    row = row + 1
+    bucket_of_row[row] = n
     if not buckets[n] then
       buckets[n] = ''
       numbers[#numbers + 1] = n
@@ -34,8 +35,13 @@ local function read_buckets(rows, stride)
   end
   load_all(numbers, fields)
 end
-local function position_of(bucket, key)
-  local at = find(bucket, key, 1, true)
-  while at and (at - 1) % width ~= 0 do at = find(bucket, key, at + 1, true) end
-  return at
+-- Position of the entry whose key is at rows[at]. All keys of a bucket begin alike: most that are not in it are told
+-- apart by the rest.
+local function position_of(bucket, rows, at)
+  local found = find(bucket, sub(rows, at + HASHED_BYTES, at + key_bytes - 1), HASHED_BYTES + 1, true)
+  if not found then return nil end
+  local key = sub(rows, at, at + key_bytes - 1)
+  found = find(bucket, key, found - HASHED_BYTES, true)
+  while found and (found - 1) % width ~= 0 do found = find(bucket, key, found + 1, true) end
+  return found
 end
