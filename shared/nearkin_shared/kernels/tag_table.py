@@ -15,17 +15,21 @@ if TYPE_CHECKING or USE_CYTHON:
     from nearkin_shared.kernels.native._tag_table import (
         FILTER_BITS_MAX,
         FILTER_BITS_MIN,
+        LEVEL_MAX,
         NUMBER_MAX,
         PARTITIONS,
         TagTable,
+        tag_mixes,
     )
 else:
     from nearkin_shared.kernels.reference.tag_table_reference import (
         FILTER_BITS_MAX,
         FILTER_BITS_MIN,
+        LEVEL_MAX,
         NUMBER_MAX,
         PARTITIONS,
         TagTable,
+        tag_mixes,
     )
 
-__all__ = ["FILTER_BITS_MAX", "FILTER_BITS_MIN", "NUMBER_MAX", "PARTITIONS", "TagTable"]
+__all__ = ["FILTER_BITS_MAX", "FILTER_BITS_MIN", "LEVEL_MAX", "NUMBER_MAX", "PARTITIONS", "TagTable", "tag_mixes"]

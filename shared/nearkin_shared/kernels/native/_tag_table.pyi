@@ -14,11 +14,19 @@ NUMBER_MAX: Final[int]
 """Highest container number."""
 FILTER_BITS_MIN: Final[int]
 FILTER_BITS_MAX: Final[int]
+LEVEL_MAX: Final[int]
+"""Highest level."""
+
+def tag_mixes(tags: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    """Return a number for each tag, spread evenly; a tag has level k if it is below 2^(32 - k).
+
+    It depends on the first 28 bits of the tag, which the table can give back. Raises `BadInput`.
+    """
 
 class TagTable:
     """Bucketised cuckoo filter with 4 entries of 5 bytes a bucket, each with a container's number.
 
-    At most 0.95 full; a partition that fills up grows by a twelfth, so an entry takes 5.3 to 5.7 bytes. `filter_bits`
+    At most 0.95 full; a partition that fills up grows by a sixteenth, so an entry takes 5.3 to 5.6 bytes. `filter_bits`
     (8 to 24) bounds the bits of a tag that are compared beyond its bucket; an entry has as many as its container's
     number leaves, 15 or more up to 10^9 entries of containers with 100 chunks or more.
     """
@@ -50,6 +58,12 @@ class TagTable:
         """Remove tags of a container; return how many entries were removed. Raises `BadInput`."""
     def remove_containers(self, numbers: NDArray[np.uint32]) -> int:
         """Remove all entries of containers, in time proportional to the table; return how many. Raises `BadInput`."""
+    def keep_levels(self, levels: NDArray[np.uint8]) -> int:
+        """Remove each tag whose level is below that of its container, `levels` by number; return how many.
+
+        In time proportional to the table, which shrinks where less than three quarters are used. Containers beyond
+        `levels` keep all. Raises `BadInput`, and `RetryableError` when memory is short: the tags are removed then.
+        """
     def save_partition(self, partition: int) -> bytes:
         """Return a partition's entries. Raises `BadInput`."""
     def load_partition(self, partition: int, data: bytes | memoryview) -> None:

@@ -1,11 +1,13 @@
 """Tags to containers. Invariant: an entry names its hash's first bits exactly; no entry is lost but those counted in `dropped`.
 
-    partition       first 8 bits of a tag; each grows by a twelfth of its buckets, on its own
+    partition       first 8 bits of a tag; each grows by a sixteenth of its buckets, on its own
     bucket          4 entries of 5 bytes, 0: free        the next bits, h: bucket h * buckets >> hash_bits
     entry           rest of h | in its second bucket 1 | container number + 1, number_bits
 
 A bucket and the rest of h give h back, so a partition grows from its own entries. The second bucket is
 spread(rest) - first, modulo the buckets, so either gives the other (cuckoo filter, Fan et al. 2014).
+
+A tag's level is the number of zeros that a mix of its first 28 bits begins with: a table keeps tags of one rate by level.
 """
 
 from threading import Lock
@@ -42,12 +44,15 @@ cdef enum:
     KICKS_MAX = 500
     BUCKETS_TRIED = 64  # of fewer a tag's two are often one, so that chance fills them
     AHEAD = 16
+    LEVEL_BITS = 28
+    LEVEL_HASH_BITS = 20  # LEVEL_BITS without those of the partition
     PAD_BYTES = 3  # an entry is read as 8 bytes
 
 PARTITIONS = PARTITION_COUNT
 BUCKETS_MAX = 1 << 27
 NUMBER_MAX = (1 << 30) - 2
 FILTER_BITS_MIN, FILTER_BITS_MAX = 8, 24
+LEVEL_MAX = 15
 HEADER = np.dtype([("buckets", "<u4"), ("hash_bits", "u1"), ("number_bits", "u1"), ("zero", "<u2"), ("entries", "<u8")])
 cdef uint32_t MOST_BUCKETS = 1 << 27
 cdef uint64_t ENTRY_MASK = (<uint64_t>1 << ENTRY_BITS) - 1
@@ -77,6 +82,15 @@ cdef inline uint32_t rest_bits(const Partition *p) noexcept nogil:
 
 cdef inline uint64_t hash_of(const Partition *p, uint64_t tag) noexcept nogil:
     return (tag << 8) >> (64 - p.hash_bits)
+
+
+cdef inline uint32_t mix_of(uint32_t start) noexcept nogil:
+    """The first LEVEL_BITS of a tag, mixed (the last steps of MurmurHash3)."""
+    start ^= start >> 16
+    start *= <uint32_t>0x85EBCA6B
+    start ^= start >> 13
+    start *= <uint32_t>0xC2B2AE35
+    return start ^ (start >> 16)
 
 
 cdef inline void place_of(const Partition *p, uint64_t hashed, uint32_t *bucket, uint64_t *rest) noexcept nogil:
@@ -158,7 +172,7 @@ cdef inline uint64_t hash_back(const Partition *p, uint32_t bucket, uint64_t ent
 
 
 cdef inline uint32_t larger(uint32_t buckets) noexcept nogil:
-    return buckets + (buckets // 12 if buckets // 12 > 4 else 4)
+    return buckets + (buckets // 16 if buckets // 16 > 4 else 4)
 
 
 cdef int rebuild(Partition *p, uint32_t buckets, uint32_t number_bits, uint64_t left_hash, uint64_t left, uint64_t *dropped) noexcept nogil:
@@ -291,6 +305,17 @@ cdef object _bounded(str what, object value, object lowest, object highest):
     return value
 
 
+def tag_mixes(tags):
+    cdef const uint64_t[::1] tag_view = _vector("tags", tags, np.uint64)
+    cdef size_t n = <size_t>tag_view.shape[0], i
+    mixes = np.empty(n, np.uint32)
+    cdef uint32_t[::1] mix_view = mixes
+    with nogil:
+        for i in range(n):
+            mix_view[i] = mix_of(<uint32_t>(tag_view[i] >> (64 - LEVEL_BITS)))
+    return mixes
+
+
 cdef class TagTable:
     cdef Partition partitions[PARTITION_COUNT]
     cdef object lock
@@ -419,6 +444,28 @@ cdef class TagTable:
                                     removed += 1
         return removed
 
+    def keep_levels(self, levels):
+        cdef const uint8_t[::1] level_view = _vector("levels", levels, np.uint8)
+        if len(levels) and levels.max() > LEVEL_MAX:
+            raise BadInput(f"levels up to {levels.max()}: the highest is {LEVEL_MAX}")
+        cdef size_t count = <size_t>level_view.shape[0], i, removed = 0
+        cdef uint32_t buckets
+        cdef bint is_short = False
+        cdef Partition *p
+        with self.lock:
+            with nogil:
+                for i in range(PARTITION_COUNT):
+                    p = &self.partitions[i]
+                    if p.hash_bits < LEVEL_HASH_BITS or p.entries == 0:
+                        continue
+                    removed += keep(p, <uint32_t>i, &level_view[0] if count else NULL, count)
+                    buckets = <uint32_t>(p.entries * 20 // (BUCKET_ENTRIES * 18)) + BUCKETS_TRIED
+                    if buckets < p.buckets - p.buckets // 4:  # less than three quarters are needed
+                        is_short |= rebuild(p, buckets, p.number_bits, 0, 0, &self.lost)
+        if is_short:
+            raise RetryableError(f"tag table: no memory to shrink from {self.nbytes} bytes")
+        return removed
+
     def save_partition(self, partition):
         cdef size_t i = _bounded("partition", partition, 0, PARTITION_COUNT - 1)
         cdef Partition *p = &self.partitions[i]
@@ -510,6 +557,25 @@ cdef inline size_t clear_entry(Partition *p, uint32_t bucket, uint64_t entry) no
             p.entries -= 1
             return 1
     return 0
+
+
+cdef size_t keep(Partition *p, uint32_t partition, const uint8_t *levels, size_t count) noexcept nogil:
+    """Clear the entries whose tag has a lower level than their container."""
+    cdef uint32_t bucket, slot, start
+    cdef uint64_t entry, number
+    cdef size_t removed = 0
+    for bucket in range(p.buckets):
+        for slot in range(BUCKET_ENTRIES):
+            entry = read_entry(p, bucket, slot)
+            number = (entry & ((<uint64_t>1 << p.number_bits) - 1)) - 1
+            if entry == 0 or number >= count or levels[number] == 0:
+                continue
+            start = (partition << LEVEL_HASH_BITS) | <uint32_t>(hash_back(p, bucket, entry) >> (p.hash_bits - LEVEL_HASH_BITS))
+            if mix_of(start) >> (32 - levels[number]):
+                write_entry(p, bucket, slot, 0)
+                p.entries -= 1
+                removed += 1
+    return removed
 
 
 cdef bint contains(const uint32_t *ids, size_t count, uint64_t wanted) noexcept nogil:

@@ -20,6 +20,7 @@ PARTITIONS: Final = 256
 NUMBER_MAX: Final = (1 << 30) - 2
 FILTER_BITS_MIN: Final = 8
 FILTER_BITS_MAX: Final = 24
+LEVEL_MAX: Final = 15
 BUCKETS_MAX: Final = 1 << 27
 HEADER: Final = np.dtype(
     [("buckets", "<u4"), ("hash_bits", "u1"), ("number_bits", "u1"), ("zero", "<u2"), ("entries", "<u8")]
@@ -28,6 +29,7 @@ _BUCKETS_MIN, _BUCKET_ENTRIES, _ENTRY_BYTES = 4, 4, 5
 _ENTRY_BITS, _HASH_BITS, _REST_BITS_MIN, _NUMBER_BITS_MAX = 40, 36, 6, 30
 _KICKS_MAX = 500
 _BUCKETS_TRIED = 64
+_LEVEL_BITS, _LEVEL_HASH_BITS = 28, 20
 _MASK = (1 << 64) - 1
 
 
@@ -238,6 +240,35 @@ class TagTable:
                             removed += 1
         return removed
 
+    def keep_levels(self, levels: NDArray[np.uint8]) -> int:
+        """Remove each tag whose level is below that of its container; return how many."""
+        _check_vector("levels", levels, np.uint8)
+        if len(levels) and levels.max() > LEVEL_MAX:
+            raise BadInput(f"levels up to {levels.max()}: the highest is {LEVEL_MAX}")
+        removed = 0
+        with self._lock:
+            for at, partition in enumerate(self._partitions):
+                if partition.hash_bits < _LEVEL_HASH_BITS or not partition.entries:
+                    continue
+                removed += self._keep(partition, at, levels.tolist())
+                buckets = partition.entries * 20 // (_BUCKET_ENTRIES * 18) + _BUCKETS_TRIED
+                if buckets < partition.buckets - partition.buckets // 4:
+                    self._rebuilt(at, buckets, partition.number_bits)
+        return removed
+
+    @staticmethod
+    def _keep(partition: _Partition, at: int, levels: list[int]) -> int:
+        before = partition.entries
+        for bucket, slots in enumerate(partition.slots):
+            for slot, entry in enumerate(slots):
+                number = partition.number(entry) - 1
+                if entry and number < len(levels):
+                    start = partition.hash_back(bucket, entry) >> (partition.hash_bits - _LEVEL_HASH_BITS)
+                    if _mix_of((at << _LEVEL_HASH_BITS) | start) >> (32 - levels[number]):
+                        slots[slot] = 0
+                        partition.entries -= 1
+        return before - partition.entries
+
     def save_partition(self, partition: int) -> bytes:
         """Return a partition's entries."""
         _check_bounds("partition", partition, 0, PARTITIONS - 1)
@@ -292,12 +323,26 @@ class TagTable:
             raise BadInput(problem)
 
 
+def tag_mixes(tags: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    """Return the number of each tag that gives its level."""
+    _check_vector("tags", tags, np.uint64)
+    return np.array([_mix_of(tag >> (64 - _LEVEL_BITS)) for tag in tags.tolist()], np.uint32)
+
+
+def _mix_of(start: int) -> int:
+    start ^= start >> 16
+    start = start * 0x85EBCA6B & 0xFFFFFFFF
+    start ^= start >> 13
+    start = start * 0xC2B2AE35 & 0xFFFFFFFF
+    return start ^ (start >> 16)
+
+
 def _hash_of(partition: _Partition, tag: int) -> int:
     return (tag << 8 & _MASK) >> (64 - partition.hash_bits)
 
 
 def _larger(buckets: int) -> int:
-    return buckets + max(buckets // 12, 4)
+    return buckets + max(buckets // 16, 4)
 
 
 def _check_bounds(what: str, value: object, lowest: int, highest: int) -> None:
