@@ -146,6 +146,18 @@ class PutResult:
 
 
 @frozen
+class IndexReport:
+    """Memory and expected loss of an index."""
+
+    kind: str
+    """`exact`, `tablets` or `sampled`."""
+    memory_bytes: int | None = None
+    """Memory of its tags; None: the page cache."""
+    missed_share: float = 0.0
+    """Share of the duplicates that it is expected to miss, at most: they are stored again, most of them as deltas."""
+
+
+@frozen
 class Stats:
     """Sums over a store; `parts` divides `ledger.stored_bytes` by use and adds up to them.
 
@@ -175,6 +187,8 @@ class Stats:
     """Logical bytes of these, included in `ledger.logical_bytes`."""
     found_by: Mapping[str, int] = field(default_factory=dict)
     """Number of chunks with a base by finder: `locality`, or `SF0` for the first super-feature, and so on."""
+    index: IndexReport | None = None
+    """The index of a local store."""
 
     @property
     def metadata_bytes(self) -> int:

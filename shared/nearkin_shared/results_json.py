@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # `nearkin ls` must not wait for numpy
         Explanation,
         GcReport,
         GcState,
+        IndexReport,
         Ledger,
         PutResult,
         RemainingCopy,
@@ -182,6 +183,7 @@ def stats_json(stats: Stats) -> dict[str, object]:
         "containers": stats.containers,
         "segments": stats.segments,
         "index_bytes": stats.index_bytes,
+        "index": None if stats.index is None else _index_json(stats.index),
         "parts": dict(stats.parts),
         "depths": {str(depth): chunks for depth, chunks in sorted(stats.depths.items())},
         "sketches": dict(stats.sketches),
@@ -216,7 +218,20 @@ def stats_from(value: object) -> Stats:
         deleted_versions=_count(fields, "deleted_versions"),
         deleted_bytes=_count(fields, "deleted_bytes"),
         found_by=_counts(fields, "found_by"),
+        index=None if fields.get("index") is None else _index_from(fields["index"]),
     )
+
+
+def _index_json(report: IndexReport) -> dict[str, object]:
+    return {"kind": report.kind, "memory_bytes": report.memory_bytes, "missed_share": report.missed_share}
+
+
+def _index_from(value: object) -> IndexReport:
+    from nearkin_shared.results import IndexReport
+
+    fields = _object(value, "index")
+    memory_bytes = None if fields.get("memory_bytes") is None else _count(fields, "memory_bytes")
+    return IndexReport(str(fields.get("kind")), memory_bytes, _number(fields, "missed_share"))
 
 
 def gc_json(report: GcReport) -> dict[str, object]:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from nearkin_shared.results import Ledger, Stats
+from nearkin_shared.results import IndexReport, Ledger, Stats
 from nearkin_shared.utils.frozen import frozen
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def stats(index: LmdbIndex, containers: ContainerStore, others: OtherObjects, in
         sum(sum(generations.values()) for generations in containers.generations().values()),
         others,
         index_bytes=index_bytes,
+        report=index.report,
         base_cache=(containers.blocks.hits, containers.blocks.misses),
     )
 
@@ -90,6 +91,7 @@ def sum_up(
     others: OtherObjects,
     *,
     index_bytes: int,
+    report: IndexReport | None = None,
     base_cache: tuple[int, int] = (0, 0),
 ) -> Stats:
     """Sum up catalog entries, as (tenant, version), and container summaries.
@@ -134,6 +136,7 @@ def sum_up(
         deleted_versions=deleted_versions,
         deleted_bytes=deleted_bytes,
         found_by=dict(sorted(found_by.items())),
+        index=report,
     )
 
 

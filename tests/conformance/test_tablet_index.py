@@ -13,8 +13,10 @@ from nearkin_shared.errors import Corrupt, IndexDamaged, StoreUnavailable
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.tablets import tablet_tables
-from nearkin_shared.index.tablets.tablet_cache import CachePolicy
+from nearkin_shared.index.tablets.container_tags import ContainerTags
+from nearkin_shared.index.tablets.tablet_cache import CachePolicy, words_of
 from nearkin_shared.index.tablets.tablet_index import TabletIndex
+from nearkin_shared.index.tablets.tablet_search import RECENT_MAX
 from nearkin_shared.index.tablets.tablet_tables import TabletOptions
 from nearkin_shared.index.tablets.tag_snapshot import FILE_NAME
 from nearkin_shared.types import ContainerId
@@ -32,6 +34,13 @@ from tests.support.conformance.index_contract import (
 from tests.support.data import samples
 
 CONTAINERS = 20
+
+
+Kinds = pytest.mark.parametrize(
+    "options", [TabletOptions(), TabletOptions(is_sampled=True, level=1)], ids=["tablets", "sampled"]
+)
+SMALL = TabletOptions(memory_bytes=tablet_tables.CACHE_BYTES_MIN + 9000, is_sampled=True)
+"""Memory for less than half the tags of a hundred containers."""
 
 
 class Shelf:
@@ -60,11 +69,43 @@ class ShelvedIndex(TabletIndex):
             self.shelf.stored[claimed.directory.container] = claimed.directory
         super().publish_many(many, summaries=summaries)
 
+    @property
+    def level_max(self) -> int:
+        """Return the highest level of hooks."""
+        assert self.report.kind  # loads the tags
+        return int(self.tags.hooks.levels.max(initial=0))
+
+    @property
+    def tags(self) -> ContainerTags:
+        """Return the tags that a lookup has loaded."""
+        assert self._tablet_tables._tags is not None
+        return self._tablet_tables._tags
+
 
 class TestTabletIndex(IndexContract):
     @pytest.fixture
     def index(self, tmp_path: Path) -> Iterator[TabletIndex]:
         index = ShelvedIndex(tmp_path / "index", Shelf())
+        yield index
+        index.close()
+
+
+class TestSampledIndex(IndexContract):
+    """An index with memory for all tags finds all; its hooks are thinned below that."""
+
+    @pytest.fixture
+    def index(self, tmp_path: Path) -> Iterator[TabletIndex]:
+        index = ShelvedIndex(tmp_path / "index", Shelf(), options=TabletOptions(is_sampled=True))
+        yield index
+        index.close()
+
+
+class TestIndexWithFewHooks(IndexContract):
+    """One hook in 64: the containers that were published last are known without hooks."""
+
+    @pytest.fixture
+    def index(self, tmp_path: Path) -> Iterator[TabletIndex]:
+        index = ShelvedIndex(tmp_path / "index", Shelf(), options=TabletOptions(is_sampled=True, level=6))
         yield index
         index.close()
 
@@ -117,31 +158,33 @@ def test_known_stream_reads_each_directory_once(tmp_path: Path, policy: CachePol
     assert len(shelf.reads) <= CONTAINERS + (CONTAINERS if policy is CachePolicy.PREFETCH else 0)
 
 
-def test_reopened_index_reads_new_directories_alone(tmp_path: Path) -> None:
+@Kinds
+def test_reopened_index_reads_new_directories_alone(tmp_path: Path, options: TabletOptions) -> None:
     """The snapshot has the others, and the index finds all."""
     shelf = Shelf()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     fill(index)
     index.close()
     assert (tmp_path / "index" / FILE_NAME).stat().st_mode & 0o777 == 0o600
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     index.publish(first_claims())
     shelf.reads.clear()
     index.close()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     assert rows(index.locate_segments(ids("s1"))) == [(FIRST, 0)]
     assert set(shelf.reads) == {FIRST}
-    assert rows(index.locate_chunks(names_of(7)[:1])) == [((5 << 40) + 7, 0)]
+    assert rows(index.locate_chunks(names_of(7)))[0] == ((5 << 40) + 7, 0)
     index.close()
 
 
+@Kinds
 @pytest.mark.parametrize("damage", ["flip", "cut", "longer", "empty", "lost", "other state", "bomb"])
 def test_damaged_snapshot_is_read_from_directories(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, options: TabletOptions, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever happened to the file, the answers are the same."""
     shelf = Shelf()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     fill(index)
     index.close()
     path = tmp_path / "index" / FILE_NAME
@@ -163,28 +206,31 @@ def test_damaged_snapshot_is_read_from_directories(
     if damage != "lost":
         path.write_bytes(data)
     shelf.reads.clear()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     for number in range(CONTAINERS):
         assert index.locate_chunks(names_of(number))[1].all()
     assert set(shelf.reads) == set(shelf.stored)
     assert ("tags are read" in caplog.text) == (damage not in ("lost", "other state"))
     index.close()
     shelf.reads.clear()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     assert not index.locate_chunks(chunk_names("zz"))[1].any()
     assert shelf.reads == []
     index.close()
 
 
+@Kinds
 @pytest.mark.parametrize("is_looked_up", [True, False])
 @pytest.mark.parametrize("is_reopened", [True, False])
-def test_withdrawn_entries_are_not_found(tmp_path: Path, is_looked_up: bool, is_reopened: bool) -> None:
+def test_withdrawn_entries_are_not_found(
+    tmp_path: Path, options: TabletOptions, is_looked_up: bool, is_reopened: bool
+) -> None:
     """Nor after the index was opened again, although directory and snapshot have them."""
     shelf = Shelf()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     fill(index)
     index.close()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     first, second, third = ((5 << 40) + number for number in range(3))
     chunks = {first: np.arange(0, 30, 2, dtype=np.uint32), second: None, third: None}
     segments = {first: np.array([1], np.uint32)}
@@ -193,7 +239,7 @@ def test_withdrawn_entries_are_not_found(tmp_path: Path, is_looked_up: bool, is_
     del shelf.stored[second]
     if is_reopened:
         index.close()
-        index = ShelvedIndex(tmp_path / "index", shelf)
+        index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     assert index.locate_chunks(names_of(0))[1].tolist() == [False, True] * 15
     assert not index.locate_chunks(np.concatenate([names_of(1), names_of(2)]))[1].any()
     assert rows(index.locate_segments(ids("g0", "h0", "g1", "g2", "g3"))) == [
@@ -205,27 +251,31 @@ def test_withdrawn_entries_are_not_found(tmp_path: Path, is_looked_up: bool, is_
     index.close()
 
 
-def test_restored_entries_are_found_despite_older_snapshot(tmp_path: Path) -> None:
+@Kinds
+def test_restored_entries_are_found_despite_older_snapshot(tmp_path: Path, options: TabletOptions) -> None:
     """A repaired container is published again; the process dies before it saves the tags."""
     shelf = Shelf()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     fill(index)
     before = index.entries()
     index.withdraw({5 << 40: None}, {}, [])
     index.close()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     index.publish_many([container_of(0)], summaries=False)
     index._tablet_tables._is_read_only = True  # saves nothing
     index.close()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     entries = index.entries()
     assert all(entries[table] == before[table] for table in ("chunks", "segments", "features"))
     index.close()
 
 
-def test_failed_publication_leaves_no_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@Kinds
+def test_failed_publication_leaves_no_entries(
+    tmp_path: Path, options: TabletOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The entries of an aborted transaction are not found."""
-    index = ShelvedIndex(tmp_path / "index", Shelf())
+    index = ShelvedIndex(tmp_path / "index", Shelf(), options=options)
     index.publish(first_claims())
 
     def fail(*_: object) -> None:
@@ -241,12 +291,13 @@ def test_failed_publication_leaves_no_entries(tmp_path: Path, monkeypatch: pytes
     index.close()
 
 
-def test_other_process_sees_changes_of_the_writer(tmp_path: Path) -> None:
+@Kinds
+def test_other_process_sees_changes_of_the_writer(tmp_path: Path, options: TabletOptions) -> None:
     """A reader that has loaded the tags learns of publication and withdrawal."""
     shelf = Shelf()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     index.publish(first_claims())
-    reader = ShelvedIndex(tmp_path / "index", shelf, read_only=True)
+    reader = ShelvedIndex(tmp_path / "index", shelf, options=options, read_only=True)
     assert rows(reader.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), None]
     index.publish(second_claims())
     assert rows(reader.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), (SECOND, 1)]
@@ -256,10 +307,11 @@ def test_other_process_sees_changes_of_the_writer(tmp_path: Path) -> None:
     index.close()
 
 
-def test_missing_directory_is_not_found_and_outage_is_raised(tmp_path: Path) -> None:
+@Kinds
+def test_missing_directory_is_not_found_and_outage_is_raised(tmp_path: Path, options: TabletOptions) -> None:
     """A missing container has no chunks; an unreachable store is an error (I10)."""
     shelf = Shelf()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     index.publish(first_claims())
     index._tablet_tables.tablets.clear()
     directory = shelf.stored.pop(FIRST)
@@ -277,12 +329,15 @@ def test_missing_directory_is_not_found_and_outage_is_raised(tmp_path: Path) -> 
     index.close()
 
 
-def test_outage_during_an_update_loses_no_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@Kinds
+def test_outage_during_an_update_loses_no_entries(
+    tmp_path: Path, options: TabletOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The directory of a container of another process cannot be read at first."""
     shelf = Shelf()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     index.publish(first_claims())
-    reader = ShelvedIndex(tmp_path / "index", shelf, read_only=True)
+    reader = ShelvedIndex(tmp_path / "index", shelf, options=options, read_only=True)
     assert rows(reader.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), None]
     index.publish(second_claims())
 
@@ -309,11 +364,12 @@ def test_row_of_a_wrong_length_is_damage(tmp_path: Path, table: str, key: bytes)
     index.close()
 
 
+@Kinds
 @pytest.mark.parametrize("is_restored", [False, True])
-def test_view_from_before_a_change_loads_no_tags(tmp_path: Path, is_restored: bool) -> None:
+def test_view_from_before_a_change_loads_no_tags(tmp_path: Path, options: TabletOptions, is_restored: bool) -> None:
     """A reader that waits for another one may ask after two changes: memory keeps what it has."""
     shelf = Shelf()
-    index = ShelvedIndex(tmp_path / "index", shelf)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     fill(index)
     index.withdraw({5 << 40: None}, {}, [])
     with index._reading(buffers=True) as before:
@@ -324,7 +380,10 @@ def test_view_from_before_a_change_loads_no_tags(tmp_path: Path, is_restored: bo
         shelf.reads.clear()
         assert index._tables.locate(before, "chunks", names_of(1))[1].all()
     assert rows(index.locate_chunks(chunk_names("dddd"))) == [(SECOND, 1)]
-    assert set(shelf.reads) <= {(5 << 40) + 1, (5 << 40) + 2, SECOND}
+    if options.is_sampled:  # those published last are read
+        assert len(set(shelf.reads)) <= 3 + RECENT_MAX < CONTAINERS
+    else:
+        assert set(shelf.reads) <= {(5 << 40) + 1, (5 << 40) + 2, SECOND}
     index.close()
 
 
@@ -338,3 +397,97 @@ def test_bound_on_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert index.locate_chunks(names_of(number))[1].all()
     assert index._tablet_tables.tablets.used_bytes <= 10_000
     index.close()
+
+
+def test_hooks_are_thinned_within_the_bound(tmp_path: Path) -> None:
+    """Whole containers are found by the hooks that are left, of stored and of new ones; absent names are not."""
+    shelf = Shelf()
+    index = ShelvedIndex(tmp_path / "index", shelf, options=SMALL)
+    index.publish_many([container_of(number) for number in range(100)])
+    assert len(index.tags.table) * 5.7 < 9000  # all 3,200 would take 18 KB
+    assert 1 < index.level_max < 6
+    expected = [((5 << 40) + number, i) for number in range(100) for i in range(30)]
+    found = [row for number in range(100) for row in rows(index.locate_chunks(names_of(number)))]
+    missed = sum(row is None for row in found)
+    assert missed < 100
+    assert all(row in (None, right) for row, right in zip(found, expected, strict=True))
+    assert not index.locate_chunks(np.concatenate([names_of(number) for number in range(200, 240)]))[1].any()
+    index.close()
+    shelf.reads.clear()
+    index = ShelvedIndex(tmp_path / "index", shelf, options=SMALL)
+    assert len(index.locate_segments(ids("g99"))[1]) == 1
+    assert shelf.reads == []  # the snapshot has levels and hooks
+    assert index.level_max > 1
+    index.close()
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_more_memory_finds_all_again(tmp_path: Path, is_sampled: bool) -> None:
+    """At the next opening tags are read from directories; the kind `tablets` keeps all, whatever their bytes."""
+    shelf = Shelf()
+    index = ShelvedIndex(tmp_path / "index", shelf, options=SMALL)
+    index.publish_many([container_of(number) for number in range(100)])
+    assert index.level_max > 1
+    index.close()
+    options = TabletOptions(is_sampled=True) if is_sampled else TabletOptions(memory_bytes=SMALL.memory_bytes)
+    index = ShelvedIndex(tmp_path / "index", shelf, options=options)
+    for number in range(100):
+        assert index.locate_chunks(names_of(number))[1].all()
+    assert index.level_max == 0
+    index.close()
+
+
+def test_hooks_of_found_containers_go_first(tmp_path: Path) -> None:
+    """A container in which a batch found names needs fewer hooks."""
+    index = ShelvedIndex(tmp_path / "index", Shelf(), options=TabletOptions(is_sampled=True))
+    fill(index)
+    for number in range(5, 10):
+        assert index.locate_chunks(names_of(number))[1].all()
+    hooks = index.tags.hooks
+    assert hooks.raise_lowest(np.ones(CONTAINERS, np.bool_))
+    assert np.flatnonzero(hooks.levels).tolist() == [5, 6, 7, 8, 9]
+    index.close()
+
+
+def test_deleted_container_is_not_followed(tmp_path: Path) -> None:
+    """It was among the last ones, and its object is still there."""
+    index = ShelvedIndex(tmp_path / "index", Shelf(), options=TabletOptions(is_sampled=True, level=6))
+    fill(index, 3)
+    assert index.locate_chunks(names_of(1))[1].all()
+    index.withdraw({(5 << 40) + 1: None}, {}, [(5 << 40) + 1])
+    assert not index.locate_chunks(names_of(1))[1].any()
+    index.close()
+
+
+def test_stream_is_followed_without_hooks(tmp_path: Path) -> None:
+    """From a container that has one to the next ones, and the containers in which the last batch was found."""
+    shelf = Shelf()
+    index = ShelvedIndex(tmp_path / "index", shelf, options=TabletOptions(is_sampled=True, level=4))
+    fill(index, 60)
+    names = [names_of(number) for number in range(60)]
+    alone = [bool(index.tags.candidates(words_of(some, 20))[0].size) for some in names]
+    assert 40 < sum(alone) < 60  # 2 of 30 names are hooks
+    first = alone.index(True)
+    assert index.locate_chunks(np.concatenate(names[first:50]))[1].all()
+    index.close()
+
+
+def test_ids_out_of_order_are_numbered_as_published() -> None:
+    """Ids that ascend need no second order; one that does not ascend, or is removed, gives them one."""
+    tags = ContainerTags(24)
+    given = [10, 20, 30, 25, 40, 5]
+    for container in given:
+        tags.add(container)
+        tags.put(container, np.array([container << 40], np.uint64))
+    assert [tags.successor(container) for container in given] == [20, 30, 25, 40, 5, None]
+    assert tags.in_order([5, 25, 10, 99]) == [10, 25, 5]
+    ascending = ContainerTags(24)
+    for container in (10, 20, 30):
+        ascending.add(container)
+    assert ascending.memory_bytes < 3 * 10
+    ascending.retire([20])
+    assert 20 not in ascending
+    assert [ascending.successor(container) for container in (10, 30)] == [None, None]
+    ascending.add(40)
+    ascending.add(20)
+    assert ascending.in_order([20, 40, 30, 10]) == [10, 30, 40, 20]

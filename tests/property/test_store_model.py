@@ -27,12 +27,15 @@ from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.reduction import BASE_POLICIES, CHUNKERS, FEATURES
 from nearkin_shared.config.storage import INDEX_KINDS, RetentionPolicy
 from nearkin_shared.errors import BadInput, ClockSkew, NotFound, StoreLocked
+from nearkin_shared.index.tablets import hook_levels
 from nearkin_shared.limits import CLOCK_SKEW_SECONDS_MAX
 from tests.support.data.stores import SMALL, containers, find_broken, flip, objects, settings, stored_bytes
 
 WEEK = 604_800
 KEYS = ("a", "b", "ключ/🔑")
 MAKERS = (random_bytes, text_like, records_like, lambda count, seed: bytes(count))
+LEVELS = st.sampled_from([0, 6])
+"""Of the hooks of a sampled index: all tags, or one in 64."""
 SIZES = st.sampled_from([0, 1, 100, 8191, 8192, 30_000, 65_537, 200_000, 921_600, 2_200_000])
 
 
@@ -65,6 +68,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         self.store = self._open()
 
     def teardown(self) -> None:
+        hook_levels.LEVEL_FIRST = 0
         assert self.store.verify().damage == ()
         for key, number, content in self.live():
             assert self.store.get(key, number).read() == content
@@ -85,13 +89,14 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
 
     # --- contents: generated, edited, joined
 
-    @initialize(target=contents, kind=st.sampled_from(INDEX_KINDS))
-    def first(self, kind: str) -> bytes:
-        self.switch_index(kind)
+    @initialize(target=contents, kind=st.sampled_from(INDEX_KINDS), level=LEVELS)
+    def first(self, kind: str, level: int) -> bytes:
+        self.switch_index(kind, level)
         return text_like(300_000, 1)
 
-    @rule(kind=st.sampled_from(INDEX_KINDS))
-    def switch_index(self, kind: str) -> None:
+    @rule(kind=st.sampled_from(INDEX_KINDS), level=LEVELS)
+    def switch_index(self, kind: str, level: int) -> None:
+        hook_levels.LEVEL_FIRST = level
         self.changes["index"] = {"kind": kind}
         self.open()
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Damage,
         Deletion,
         Explanation,
+        IndexReport,
         Ledger,
         RebuildReport,
         SegmentExplained,
@@ -195,6 +196,12 @@ def unreadable(broken: Sequence[Damage]) -> str:
     return f"{', '.join(names[:UNREADABLE_NAMED])}{more} cannot be read: {broken[0].problem}: run `nearkin verify`"
 
 
+def describe_index(report: IndexReport, chunks: int) -> str:
+    """Describe an index of so many chunks."""
+    memory = "page cache" if report.memory_bytes is None else human_bytes(report.memory_bytes)
+    return f"{report.kind}: {plural(chunks, 'chunk')}, {memory} of memory, expected loss {report.missed_share:.2%}"
+
+
 def print_stats(stats: Stats, index_folder: Path | None = None) -> None:
     """Print a store's sums for people; `index_folder` of a local store."""
     from rich.box import SIMPLE
@@ -216,6 +223,8 @@ def print_stats(stats: Stats, index_folder: Path | None = None) -> None:
     print_line(f"metadata     {human_bytes(stats.metadata_bytes)}{_by_chunk(stats)}")
     where = "" if index_folder is None else f" in {printable(str(index_folder))}"
     print_line(f"index        {human_bytes(stats.index_bytes)}{where} (can be rebuilt; not counted as stored)")
+    if stats.index is not None:
+        print_line(f"             {describe_index(stats.index, stats.ledger.raw_chunks + stats.ledger.delta_chunks)}")
     print_line(f"segments     {stats.segments:,}{_sketches(stats.sketches)}")
     depths = (f"{depth}: {plural(count, 'chunk')}" for depth, count in sorted(stats.depths.items()))
     print_line(f"depths       {', '.join(depths) or '-'}")

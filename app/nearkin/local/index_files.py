@@ -120,7 +120,7 @@ class IndexFiles:
             self._domain,
             self._map_bytes,
             self._containers,
-            TabletOptions(int(self._settings.memory)),
+            TabletOptions(int(self._settings.memory), is_sampled=self._settings.kind == "sampled"),
             read_only=read_only,
             durable=durable,
             names=self._names(),

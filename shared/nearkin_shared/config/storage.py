@@ -32,7 +32,7 @@ STORE_FOLDERS = (
 )
 ENCRYPTIONS = ("none", "aes-256-gcm")
 PAGE_CACHES = ("drop", "keep")
-INDEX_KINDS = ("exact", "tablets")
+INDEX_KINDS = ("exact", "tablets", "sampled")
 OBJECT_CHECKSUMS = ("sha256", "crc64nvme", "none")
 
 
@@ -105,15 +105,16 @@ class IndexSettings:
     kind: Annotated[str, NameChoice(INDEX_KINDS)] = "exact"
     """Index of a local store. `exact`: all entries in a file, which should fit into free memory; `tablets`: 6 bytes of
     memory a chunk, and chunks are found in the directories of their containers; for stores beyond some 40 GB of unique
-    data for each GB of free memory (docs/adr/0081). A store that is opened for writing with another kind makes its
-    index again.
+    data for each GB of free memory (docs/adr/0081); `sampled`: the same in `index.memory`, whatever the store holds, at
+    the price of some duplicates that are stored again (docs/adr/0084). A store that is opened for writing makes its
+    index again after a change from or to `exact`.
     """
     memory: Annotated[int, SizeRange(16 * MIB, 1024 * GIB)] = 256 * MIB
-    """Memory of an index of the kind `tablets` for tags and directories. Tags that need more take more, and 8 MiB are
-    left for directories.
+    """Memory of an index of the kinds `tablets` and `sampled` for tags and directories. With `tablets` tags that need
+    more take more, and 8 MiB are left for directories.
     """
     map_bytes: Annotated[int, SizeRange(16 * MIB, 16 * 1024 * GIB)] = 64 * GIB
-    """Maximum size of a local index: about 170 bytes a chunk, or 80 in the kind `tablets`."""
+    """Maximum size of a local index: about 170 bytes a chunk, or 80 in the kinds `tablets` and `sampled`."""
     path: Annotated[str | None, LocalFolder()] = None
     """Folder on a local disk for the indexes of local stores, one folder for each store; unset: `index/` in the store.
     For stores on network filesystems or slow media. If several machines write a store one after another, each rebuilds

@@ -21,6 +21,7 @@ from nearkin_shared.index.container_entries import FEATURE_KEY_BYTES, ContainerE
 from nearkin_shared.index.lmdb.entry_encoding import KeyedLocations
 from nearkin_shared.index.lmdb.lmdb_removal import Removals, find_keys, is_removed
 from nearkin_shared.index.lmdb.sorted_run_table import FeatureShape, KeyShape, SortedRuns
+from nearkin_shared.results import IndexReport
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, Bools, Locations
 
 Rows = Callable[[str], Iterator[tuple[U8, Locations]]]
@@ -52,6 +53,9 @@ class EntryTables(Protocol):
 
         No entry is missed in several transactions; some may be repeated.
         """
+
+    def report(self, txn: Any) -> IndexReport:
+        """Return memory and expected loss of the index."""
 
     def add(self, txn: Any, many: Sequence[ContainerEntries]) -> None:
         """Add the entries of containers, in order; the first entry of a key stays."""
@@ -95,6 +99,10 @@ class ExactTables(EntryTables):
     def next_rows(self, txn: Any, table: str, position: bytes) -> Portion | None:
         """Return the next run."""
         return self.runs[table].next_run(txn, position)
+
+    def report(self, _txn: Any) -> IndexReport:
+        """Return that the index uses the page cache."""
+        return IndexReport("exact")
 
     def add(self, txn: Any, many: Sequence[ContainerEntries]) -> None:
         """Add the entries of containers."""

@@ -39,6 +39,7 @@ from nearkin_shared.index.lmdb.sorted_run_table import PACKED_LOCATION, pack_loc
 from nearkin_shared.index.lmdb.version_entries import PLAIN_NAMES, EntryNames
 from nearkin_shared.index.protocols import ContainerSummary, IndexSnapshot
 from nearkin_shared.limits import MIB
+from nearkin_shared.results import IndexReport
 from nearkin_shared.types import U8, U32, U64, Bools, Locations
 
 RESIDENT_BYTES_MAX = 16 * MIB
@@ -116,6 +117,12 @@ class LmdbIndex(LmdbCatalog):
         locations.containers[nonzero], locations.ordinals[nonzero] = located.containers, located.ordinals
         found[nonzero] = is_found
         return locations, found
+
+    @property
+    def report(self) -> IndexReport:
+        """Return memory and expected loss of the index."""
+        with self._reading(buffers=True) as txn:
+            return self._tables.report(txn)
 
     def publish(self, claims: ContainerEntries) -> None:
         """Add a durable container's entries in one transaction; existing entries stay."""
@@ -249,13 +256,13 @@ class LmdbIndex(LmdbCatalog):
         for name, shape in SHAPES.items():
             for keys, locations in self.rows(name):
                 packed = pack_locations(locations.containers, locations.ordinals)
-                tables[name].update(
-                    zip(
-                        rows_of(keys, shape.key_bytes),
-                        rows_of(packed.view(np.uint8), PACKED_LOCATION.itemsize),
-                        strict=True,
-                    )
+                found = zip(
+                    rows_of(keys, shape.key_bytes),
+                    rows_of(packed.view(np.uint8), PACKED_LOCATION.itemsize),
+                    strict=True,
                 )
+                for key, location in found:
+                    tables[name].setdefault(key, location)  # a sampled index may have a chunk in several containers
         with self._reading() as txn:
             for name in ("containers", "versions"):
                 tables[name] = {bytes(k): bytes(v) for k, v in txn.cursor(self._databases[name])}

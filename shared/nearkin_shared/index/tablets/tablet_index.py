@@ -20,7 +20,7 @@ DEFAULT_OPTIONS = TabletOptions()
 
 
 class TabletIndex(LmdbIndex):
-    """Embedded index of the kind `tablets`."""
+    """Embedded index of the kinds `tablets` and `sampled`."""
 
     def __init__(
         self,

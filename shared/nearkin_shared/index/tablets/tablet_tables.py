@@ -2,6 +2,9 @@
 
     name -> tag -> tag table (memory): no container, or those that may have it -> tablet of each -> ordinal
 
+Where `index.memory` is too small for all tags, the table has some of each container, the hooks: those of a batch name
+the containers that are asked for all names of the batch (docs/adr/0084).
+
     chunks      container 8 (big-endian) -> ordinals of hidden chunks, 4 each; 2^32 - 1: all
     segments    container 8 (big-endian) -> segment ids in stream order, 20 each; zeros for one that is not found
     features    as in the kind `exact`
@@ -33,11 +36,15 @@ from nearkin_shared.index.lmdb.entry_tables import SHAPES, EntryTables, Portion,
 from nearkin_shared.index.lmdb.environments import damage_error
 from nearkin_shared.index.lmdb.lmdb_removal import Removals, find_keys, is_removed
 from nearkin_shared.index.lmdb.sorted_run_table import SortedRuns
-from nearkin_shared.index.tablets.container_tags import ContainerTags
+from nearkin_shared.index.tablets import hook_levels
+from nearkin_shared.index.tablets.container_tags import BYTES_A_TAG, ContainerTags
+from nearkin_shared.index.tablets.hook_levels import HookLevels
 from nearkin_shared.index.tablets.tablet_cache import CachePolicy, Tablet, TabletCache, words_of
-from nearkin_shared.index.tablets.tag_snapshot import read_snapshot, write_snapshot
-from nearkin_shared.kernels.tag_table import FILTER_BITS_MAX
+from nearkin_shared.index.tablets.tablet_search import RecentContainers, TabletOf, TabletSearch, champions
+from nearkin_shared.index.tablets.tag_snapshot import TagSnapshot, read_snapshot, write_snapshot
+from nearkin_shared.kernels.tag_table import FILTER_BITS_MAX, tag_mixes
 from nearkin_shared.limits import MIB
+from nearkin_shared.results import IndexReport
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Locations, distinct
 from nearkin_shared.utils.frozen import frozen
 
@@ -46,11 +53,15 @@ _META = b"tablets"
 _STATE = Struct("<Q16s")
 _NO_STATE = _STATE.pack(0, bytes(16))
 _CHECK_TAG_AT, _SEGMENT_TAG_AT = 20, 12
-_SEGMENT_MIX = np.uint64(0x9E3779B97F4A7C15)
-"""Keeps the tags of segments apart from those of chunks."""
+_SEGMENT_MIXES = np.arange(1, 16, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+"""Keep the tags of segments apart from those of chunks; each is a choice of a segment's tag."""
+SPARSE = 3
+"""A snapshot that takes a third of the memory for tags is not used if it has hooks alone."""
 _ALL = np.array([0xFFFFFFFF], np.uint32)
 CACHE_BYTES_MIN = 8 * MIB
 """Memory for tablets if the tags take all of `index.memory`."""
+CACHE_SHARE = 4
+"""If hooks must be few, one in so many bytes of the memory is for tablets."""
 TAG_BITS_MIN = 12
 """A table whose entries have fewer bits is not saved: read from the directories again, they have more."""
 UNSAVED_MIN, UNSAVED_SHARE = 2, 128
@@ -69,11 +80,15 @@ class Directories(Protocol):
 
 @frozen
 class TabletOptions:
-    """Bounds and policies; all but `memory_bytes` are for measurements."""
+    """Bounds and policies; `policy`, `filter_bits` and `level` are for measurements."""
 
     memory_bytes: int = 256 * MIB
     policy: CachePolicy = CachePolicy.PREFETCH
     filter_bits: int = FILTER_BITS_MAX
+    is_sampled: bool = False
+    """Whether tags that exceed the memory are left out, so that some chunks are not found."""
+    level: int | None = None
+    """Level of the hooks of all containers; None: as many as fit."""
 
 
 class TabletTables(EntryTables):
@@ -100,6 +115,7 @@ class TabletTables(EntryTables):
         self.tablets: TabletCache = TabletCache(self._read_tablet, options.memory_bytes, options.policy)
         self._lock = threading.Lock()
         self._tags: ContainerTags | None = None
+        self._recent = {"chunks": RecentContainers(), "segments": RecentContainers()}
         self._hidden: dict[int, U32] = {}
         """Ordinals of hidden chunks by container."""
         self._seen = _NO_STATE
@@ -120,6 +136,13 @@ class TabletTables(EntryTables):
     def tag_bytes(self) -> int:
         """Return the bytes of tags and container numbers."""
         return 0 if self._tags is None else self._tags.memory_bytes
+
+    def report(self, txn: Any) -> IndexReport:
+        """Return memory and expected loss of the index."""
+        with self._lock:
+            tags = self._synced(txn)
+            kind = "sampled" if self._options.is_sampled else "tablets"
+            return IndexReport(kind, tags.memory_bytes, tags.missed_share)
 
     def _synced(self, txn: Any) -> ContainerTags:
         """Return the tags as the transaction has the index; another process may have changed it."""
@@ -143,11 +166,29 @@ class TabletTables(EntryTables):
         return [_state_of(row) for row in (self._seen, self._written) if row is not None]
 
     def _loaded(self, txn: Any, state: bytes) -> ContainerTags:
-        snapshot = read_snapshot(self._folder, state, self._options.filter_bits) if any(state) else None
-        tags = ContainerTags(self._options.filter_bits, snapshot)
+        options = self._options
+        snapshot = read_snapshot(self._folder, state, options.filter_bits) if any(state) else None
+        if snapshot is not None and self._is_too_sparse(snapshot):
+            snapshot = None
+        bytes_max = self._tag_bytes_max if options.is_sampled else None
+        tags = ContainerTags(options.filter_bits, snapshot, bytes_max=bytes_max, level=options.level)
         self._unsaved = 0
         self._update(txn, tags)
         return tags
+
+    @property
+    def _tag_bytes_max(self) -> int:
+        memory_bytes = self._options.memory_bytes
+        return memory_bytes - max(CACHE_BYTES_MIN, memory_bytes // CACHE_SHARE)
+
+    def _is_too_sparse(self, snapshot: TagSnapshot) -> bool:
+        """Return whether directories have hooks that the snapshot lacks and memory has room for."""
+        if self._options.level is not None:
+            return False
+        start = hook_levels.LEVEL_FIRST if self._options.is_sampled else 0
+        is_sampled = bool((HookLevels(saved=snapshot.marks).levels > start).any())
+        has_room = len(snapshot.tags) * BYTES_A_TAG * SPARSE < self._tag_bytes_max
+        return is_sampled and (has_room or not self._options.is_sampled)
 
     def _update(self, txn: Any, tags: ContainerTags) -> None:
         """Add the containers that the index has and `tags` lack; remove the others."""
@@ -178,7 +219,7 @@ class TabletTables(EntryTables):
             tags.put(container, tablet.tags[~found])
         ids = self._segment_ids(txn, container)
         ids = ids[ids.any(axis=1)]
-        segment_tags = _tags_of_segments(ids)
+        segment_tags = tags_of_segments(ids)
         tags.put(container, segment_tags[~self._find(tags, ids, segment_tags, self._segment_reader(txn))[1]])
 
     def _bound(self, tags: ContainerTags) -> None:
@@ -192,27 +233,31 @@ class TabletTables(EntryTables):
             return self._features.locate(txn, keys)
         with self._lock:
             tags = self._synced(txn)
-            if table == "chunks":
-                return self._find(tags, keys, words_of(keys, _CHECK_TAG_AT), self._chunk_tablet)
-            return self._find(tags, keys, _tags_of_segments(keys), self._segment_reader(txn))
+            is_chunk = table == "chunks"
+            key_tags = words_of(keys, _CHECK_TAG_AT) if is_chunk else tags_of_segments(keys)
+            tablet_of = self._chunk_tablet if is_chunk else self._segment_reader(txn)
+            return self._find(tags, keys, key_tags, tablet_of, self._recent[table])
 
     def _find(
-        self, tags: ContainerTags, keys: U8, key_tags: U64, tablet_of: Callable[[int], Tablet | None]
+        self, tags: ContainerTags, keys: U8, key_tags: U64, tablet_of: TabletOf, recent: RecentContainers | None = None
     ) -> tuple[Locations, Bools]:
-        """Return (locations, found) of keys in the tablets of the containers that may have them."""
-        locations, found = Locations.empty(len(keys)), np.zeros(len(keys), np.bool_)
+        """Return (locations, found) of keys in the tablets of the containers that may have them.
+
+        With `recent` also of keys that are no hooks.
+        """
+        search = TabletSearch(keys, key_tags, tablet_of)
         rows, containers = tags.candidates(key_tags)
-        for container in tags.first_published(containers):
-            own = rows[containers == np.uint64(container)]
-            own = own[~found[own]]
-            tablet = tablet_of(container) if len(own) else None
-            if tablet is None:
-                continue
-            ordinals, is_there = tablet.find(keys[own], key_tags[own])
-            own = own[is_there]
-            locations.containers[own], locations.ordinals[own] = container, ordinals[is_there]
-            found[own] = True
-        return locations, found
+        if recent is None or tags.hooks.are_zero:
+            search.ask(tags.first_published(containers), rows, containers)
+        else:
+            named = champions(containers, len(keys))
+            search.ask_for_all(tags.in_order(named.union(recent.containers)), named, rows, containers)
+            search.follow(tags.successor)
+        if recent is not None and self._options.is_sampled:
+            tags.mark_stable(search.hits)
+            for container in search.hits:
+                recent.note(container)
+        return search.locations, search.found
 
     def _chunk_tablet(self, container: int) -> Tablet | None:
         """Return the names of a container that may be found; None if it is missing or damaged."""
@@ -241,7 +286,7 @@ class TabletTables(EntryTables):
 
     def _segment_tablet(self, txn: Any, container: int) -> Tablet:
         ids = self._segment_ids(txn, container)
-        return Tablet.make(ids, _tags_of_segments(ids), np.arange(len(ids), dtype=np.uint32))
+        return Tablet.make(ids, tags_of_segments(ids), np.arange(len(ids), dtype=np.uint32))
 
     def _segment_ids(self, txn: Any, container: int) -> U8:
         data = np.frombuffer(bytes(txn.get(_key(container), b"", db=self._segments_db)), np.uint8)
@@ -266,8 +311,11 @@ class TabletTables(EntryTables):
             else:
                 tablet = self._segment_tablet(txn, container)
                 locations, found = self._find(tags, tablet.names, tablet.tags, self._segment_reader(txn))
-            found &= (locations.containers == np.uint64(container)) & (locations.ordinals == tablet.ordinals)
-            found &= tablet.names.any(axis=1)
+            is_here = (locations.containers == np.uint64(container)) & (locations.ordinals == tablet.ordinals)
+            if not tags.hooks.are_zero:
+                locations.containers[~found], locations.ordinals[~found] = container, tablet.ordinals[~found]
+                is_here |= ~found
+            found = is_here & tablet.names.any(axis=1)
             return key, tablet.names[found], locations.take(found)
 
     # --- changes -----------------------------------------------------------------------------------------------------
@@ -290,12 +338,13 @@ class TabletTables(EntryTables):
         is_known = container in tags
         names = claims.directory.chunks.names[ordinals]
         name_tags = words_of(names, _CHECK_TAG_AT)
-        is_new = ~self._find(tags, names, name_tags, self._chunk_tablet)[1]
+        is_new = ~self._is_found(tags, container, names, name_tags, self._chunk_tablet)
         if is_new.any() or not is_known:
             self._hide(txn, container, self._hidden_after(claims, ordinals[is_new], is_known=is_known))
             self.tablets.drop([container])
-        ids, segment_tags = claims.segment_ids, _tags_of_segments(claims.segment_ids)
-        is_new_segment = ids.any(axis=1) & ~self._find(tags, ids, segment_tags, self._segment_reader(txn))[1]
+        ids, segment_tags = claims.segment_ids, tags_of_segments(claims.segment_ids)
+        is_found = self._is_found(tags, container, ids, segment_tags, self._segment_reader(txn))
+        is_new_segment = ids.any(axis=1) & ~is_found
         if is_known:
             ids = self._restored_ids(txn, container, ids, is_new_segment)
         if is_new_segment.any() or not is_known:
@@ -303,7 +352,18 @@ class TabletTables(EntryTables):
         self._unsaved += not is_known
         tags.add(container)
         tags.put(container, np.concatenate([name_tags[is_new], segment_tags[is_new_segment]]))
+        if not tags.hooks.are_zero:
+            for recent in self._recent.values():
+                recent.note(container)
         return bool(is_known and (is_new.any() or is_new_segment.any()))
+
+    def _is_found(self, tags: ContainerTags, container: int, keys: U8, key_tags: U64, tablet_of: TabletOf) -> Bools:
+        """Return which keys of a container are found, there or in an earlier one."""
+        found = self._find(tags, keys, key_tags, tablet_of)[1]
+        if container in tags and not tags.hooks.are_zero:
+            tablet = tablet_of(container)
+            found |= tablet.find(keys, key_tags)[1] if tablet is not None else False
+        return found
 
     def _restored_ids(self, txn: Any, container: int, ids: U8, is_new: Bools) -> U8:
         """Return the segment ids of a published container with those that are found again."""
@@ -391,7 +451,7 @@ class TabletTables(EntryTables):
         ids = self._segment_ids(txn, container)
         rows = np.arange(len(ids)) if ordinals is None else ordinals[ordinals < len(ids)]
         if len(rows):
-            tags.remove(container, _tags_of_segments(ids[rows]))
+            tags.remove(container, tags_of_segments(ids[rows]))
             ids[rows] = 0
             txn.put(_key(container), ids.tobytes(), db=self._segments_db)
 
@@ -474,8 +534,15 @@ def _key(container: int) -> bytes:
     return container.to_bytes(8, "big")
 
 
-def _tags_of_segments(ids: U8) -> U64:
-    return words_of(ids, _SEGMENT_TAG_AT) ^ _SEGMENT_MIX
+def tags_of_segments(ids: U8) -> U64:
+    """Return the tags of segments: of eight mixes of an id the one with the highest level.
+
+    Segments are fewer than chunks, so that they have more hooks.
+    """
+    choices = words_of(ids, _SEGMENT_TAG_AT) ^ _SEGMENT_MIXES[:, None]
+    best = tag_mixes(choices.ravel()).reshape(choices.shape).argmin(axis=0)
+    tags: U64 = choices[best, np.arange(len(ids))]
+    return tags
 
 
 def _empty(width: int) -> Tablet:

@@ -20,12 +20,12 @@ from blake3 import blake3
 
 from nearkin_shared.errors import BadInput
 from nearkin_shared.kernels.tag_table import NUMBER_MAX, PARTITIONS, TagTable
-from nearkin_shared.types import U64
+from nearkin_shared.types import U8, U64
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.private_files import open_private
 
 FILE_NAME = "tags.nkt"
-MAGIC, VERSION = b"NKI1", 1
+MAGIC, VERSION = b"NKI1", 2
 HEADER = Struct("<4sHH16sQQ")
 assert HEADER.size == 40  # docs/internals/formats/tag-snapshot.md
 CHECK_BYTES = 32
@@ -36,10 +36,14 @@ _log = logging.getLogger("nearkin")
 
 @frozen
 class TagSnapshot:
-    """A tag table, and uint64[n]: the id of each container number, 0 for none."""
+    """A tag table, and its container numbers.
+
+    By number: uint64[n] id, 0 for none; uint8[n] level and stability.
+    """
 
     tags: TagTable
     ids: U64
+    marks: U8
 
 
 class _Damaged(Exception):
@@ -69,6 +73,7 @@ def write_snapshot(folder: Path, state: bytes, snapshot: TagSnapshot) -> None:
 def _parts(state: bytes, snapshot: TagSnapshot) -> Iterator[bytes]:
     yield HEADER.pack(MAGIC, VERSION, 0, state, len(snapshot.ids), len(snapshot.tags))
     yield snapshot.ids.astype("<u8").tobytes()
+    yield snapshot.marks.tobytes()
     for partition in range(PARTITIONS):
         data = snapshot.tags.save_partition(partition)
         yield _SIZE.pack(len(data))
@@ -105,6 +110,7 @@ class _Reader:
         if containers > NUMBER_MAX:
             raise _Damaged(f"has {containers} containers")
         ids = np.frombuffer(self._take(containers * 8), "<u8").astype(np.uint64)
+        marks = np.frombuffer(self._take(containers), np.uint8)
         tags = TagTable(filter_bits)
         for partition in range(PARTITIONS):
             (size_bytes,) = _SIZE.unpack(self._take(_SIZE.size))
@@ -115,7 +121,7 @@ class _Reader:
             raise _Damaged("its check fails")
         if len(tags) != entries:
             raise _Damaged(f"has {len(tags)} entries, not {entries}")
-        return TagSnapshot(tags, ids)
+        return TagSnapshot(tags, ids, marks)
 
     def _take(self, size_bytes: int) -> bytes:
         """Return the next bytes; no more memory is taken than the file has bytes."""
