@@ -301,7 +301,9 @@ def trees(peers: str | None, **given: Any) -> None:
 @click.option(
     "--chunks", metavar="N,...", default="100000,1000000", help="Numbers of chunks [100000,1000000], such as 1e7."
 )
-@click.option("--kinds", metavar="NAME,...", default="exact,tablets", help="exact, tablets, tags [exact,tablets].")
+@click.option(
+    "--kinds", metavar="NAME,...", default="exact,tablets", help="exact, tablets, sampled, tags [exact,tablets]."
+)
 @click.option("--core", metavar="N", type=click.IntRange(0, 4095), help="The core that all of it runs on [any].")
 @_work_option
 @json_option

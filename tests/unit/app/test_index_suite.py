@@ -22,27 +22,30 @@ def test_index_suite_measures_every_kind(tmp_path: Path) -> None:
         "--chunks",
         "2e4",
         "--kinds",
-        "exact,tablets,tags",
+        "exact,tablets,sampled,tags",
         "--work",
         str(tmp_path),
         "--json",
     ]
     ran = CliRunner().invoke(nearkin, arguments)
     assert ran.exit_code == 0, ran.output
-    exact, tablets, tags = (json.loads(line) for line in ran.output.splitlines())
-    assert [row["kind"] for row in (exact, tablets, tags)] == ["exact", "tablets", "tags"]
-    assert {row["chunks"] for row in (exact, tablets, tags)} == {20480}
+    exact, tablets, sampled, tags = (json.loads(line) for line in ran.output.splitlines())
+    assert [row["kind"] for row in (exact, tablets, sampled, tags)] == ["exact", "tablets", "sampled", "tags"]
+    assert {row["chunks"] for row in (exact, tablets, sampled, tags)} == {20480}
     assert exact["memory_bytes_a_chunk"] is None
     assert 5 < tags["memory_bytes_a_chunk"] < tablets["memory_bytes_a_chunk"] < 10
     assert tags["disk_bytes_a_chunk"] < tablets["disk_bytes_a_chunk"] < exact["disk_bytes_a_chunk"] / 4
     assert tablets["directories_a_1000_known"] < 4
+    assert sampled["memory_bytes_a_chunk"] < 1
+    assert sampled["disk_bytes_a_chunk"] < tablets["disk_bytes_a_chunk"]
+    assert sampled["missed_percent"] < 1
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--kinds", "exakt"], 'kind "exakt": choose exact, tablets, tags'),
+        (["--kinds", "exakt"], 'kind "exakt": choose exact, tablets, sampled, tags'),
         (["--chunks", "9"], "chunks 9: want 10000 to 2000000000"),
         (["--chunks", "many"], '--chunks "many"'),
     ],

@@ -5,6 +5,7 @@ chunks are different, without super-features, which are the same in each kind.
 
     exact     the LMDB index
     tablets   tag table, directories (generated in place of reads), LMDB for the rest
+    sampled   the same with hooks alone, one in 64
     tags      the tag table alone, for numbers of chunks beyond the time for whole containers
 
 Invariant: every kind is asked for the same names, in batches as a put asks, and each answer is checked.
@@ -34,7 +35,9 @@ from nearkin_shared.index.tablets.tag_snapshot import FILE_NAME, read_snapshot, 
 from nearkin_shared.limits import GIB
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64, Bools, ContainerId, Locations
 
-KINDS = ("exact", "tablets", "tags")
+KINDS = ("exact", "tablets", "sampled", "tags")
+HOOK_LEVEL = 6
+"""Level of a sampled index: one tag in 64 is a hook."""
 CHUNKS_A_CONTAINER, CHUNKS_A_SEGMENT = 512, 16
 CHUNK_BYTES = 8192
 CONTAINERS_A_WRITE = 16
@@ -68,6 +71,8 @@ class IndexFigures:
     known_us: float = 0.0
     new_us: float = 0.0
     mixed_us: float = 0.0
+    missed_percent: float = 0.0
+    """Of the known stream."""
     directories_a_1000_known: float = 0.0
     directories_a_1000_new: float = 0.0
     cold_known_us: float = 0.0
@@ -186,7 +191,7 @@ def _measure(kind: str, containers: int, folder: Path) -> IndexFigures:
     disk_bytes = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
     figures.disk_bytes_a_chunk = disk_bytes / figures.chunks
     figures.open_seconds = _measure_open(kind, folder, figures, containers)
-    if kind == "tablets":
+    if kind in ("tablets", "sampled"):
         (folder / FILE_NAME).unlink(missing_ok=True)
         began = time.process_time()
         index = _open(kind, folder)
@@ -201,7 +206,8 @@ def _open(kind: str, folder: Path) -> _Index:
         return _Tags(folder)
     if kind == "exact":
         return LmdbIndex(folder, DOMAIN, MAP_BYTES)
-    return TabletIndex(folder, DOMAIN, MAP_BYTES, GeneratedDirectories(), TabletOptions())
+    options = TabletOptions() if kind == "tablets" else TabletOptions(is_sampled=True, level=HOOK_LEVEL)
+    return TabletIndex(folder, DOMAIN, MAP_BYTES, GeneratedDirectories(), options)
 
 
 def _fill(index: _Index, containers: int) -> float:
@@ -229,24 +235,29 @@ def _measure_lookups(index: _Index, figures: IndexFigures, containers: int) -> N
     known = [int(starts[0]) + at * each for at in range(batches)]
     new = [_ABSENT + at * each for at in range(batches)]
     reads = _reads(index)
-    figures.known_us = _ask(index, known)
+    figures.known_us, missed = _ask(index, known)
+    figures.missed_percent = missed * 100
     figures.directories_a_1000_known = (_reads(index) - reads) / (batches * BATCH_NAMES) * 1000
     reads = _reads(index)
-    figures.new_us = _ask(index, new)
+    figures.new_us = _ask(index, new)[0]
     figures.directories_a_1000_new = (_reads(index) - reads) / (batches * BATCH_NAMES) * 1000
-    figures.mixed_us = _ask(index, [number for pair in zip(known, new, strict=True) for number in pair])
+    figures.mixed_us = _ask(index, [number for pair in zip(known, new, strict=True) for number in pair])[0]
 
 
-def _ask(index: _Index, firsts: Sequence[int], clock: Callable[[], float] = time.process_time) -> float:
-    """Look up the names of batches of containers; return the microseconds of a name."""
-    seconds = 0.0
+def _ask(index: _Index, firsts: Sequence[int], clock: Callable[[], float] = time.process_time) -> tuple[float, float]:
+    """Look up the names of batches of containers.
+
+    Return (microseconds of a name, share not found).
+    """
+    seconds, missed = 0.0, 0
     for first in firsts:
         names = np.concatenate([generate_names(first + i) for i in range(BATCH_NAMES // CHUNKS_A_CONTAINER)])
         began = clock()
         answer = index.locate_chunks(names)
         seconds += clock() - began
         _check(answer, first)
-    return seconds / (len(firsts) * BATCH_NAMES) * 1e6
+        missed += int(np.count_nonzero(~answer[1]))
+    return seconds / (len(firsts) * BATCH_NAMES) * 1e6, missed / (len(firsts) * BATCH_NAMES)
 
 
 def _check(answer: tuple[Locations, Bools], first: int) -> None:
@@ -277,8 +288,8 @@ def _measure_open(kind: str, folder: Path, figures: IndexFigures, containers: in
     seconds = time.process_time() - began
     batches = COLD_LOOKUPS // BATCH_NAMES
     numbers = np.random.default_rng(2).integers(0, max(1, containers - 8), batches)
-    figures.cold_new_us = _ask(index, [_ABSENT + at for at in numbers.tolist()], time.perf_counter)
-    figures.cold_known_us = _ask(index, numbers.tolist(), time.perf_counter)
+    figures.cold_new_us = _ask(index, [_ABSENT + at for at in numbers.tolist()], time.perf_counter)[0]
+    figures.cold_known_us = _ask(index, numbers.tolist(), time.perf_counter)[0]
     index.close()
     return seconds
 
