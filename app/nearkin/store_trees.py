@@ -21,7 +21,7 @@ from nearkin_shared.validation import check_user_key
 if TYPE_CHECKING:
     from nearkin.trees.backup_walk import BackupCounts, BackupOptions
     from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
-    from nearkin.trees.store_backup import BackupResult
+    from nearkin.trees.store_backup import BackupResult, TreeStore
     from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult
     from nearkin_shared.reading.tree_reader import TreeReader
 
@@ -58,12 +58,18 @@ class TreeStorage(MaintainedStore):
         Raises BadInput (a path does not exist, a pattern does not parse), and what `put` raises.
         """
         from nearkin.trees.backup_walk import BackupCounts, BackupOptions
-        from nearkin.trees.parent_tree import check_sound
-        from nearkin.trees.store_backup import CHECKPOINT_REASON, TreeStore, back_up
+        from nearkin.trees.store_backup import back_up
 
         self._check_writable("backup")
         check_user_key(key)
-        access = TreeStore(
+        return back_up(self.tree_access(), key, paths, options or BackupOptions(), counts or BackupCounts())
+
+    def tree_access(self) -> TreeStore:
+        """Return the operations that a put of a tree uses."""
+        from nearkin.trees.parent_tree import check_sound
+        from nearkin.trees.store_backup import CHECKPOINT_REASON, TreeStore
+
+        return TreeStore(
             self._manifest,
             self._range,
             self._put_tree,
@@ -71,7 +77,6 @@ class TreeStorage(MaintainedStore):
             partial(check_sound, self._containers, self._quarantine),
             self.own_folders,
         )
-        return back_up(access, key, paths, options or BackupOptions(), counts or BackupCounts())
 
     def import_tar(
         self,

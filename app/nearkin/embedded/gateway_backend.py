@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, cast
 
 from nearkin.embedded.background_scrub import BackgroundScrubTask
 from nearkin.store import Item, Store, open_store
+from nearkin.trees.spliced_tree import CopiedRanges, SplicedTree
 from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.auth.tokens import token_file
 from nearkin_gateway.backends.ingest_backend import UploadRequest, UploadResult, committed_event
@@ -37,8 +38,10 @@ from nearkin_maintenance.gc.schedule import GcSchedule
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, NearkinError, NotFound, PermanentError, StoreUnavailable
 from nearkin_shared.formats.manifest import us_of
+from nearkin_shared.formats.upload_parts import CopiedRange
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.kafka.live_config import LiveConfig
+from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.objectstore.factory import as_set, local_objects
 from nearkin_shared.observability import counters, metrics
 from nearkin_shared.results import PutResult, Stats
@@ -66,7 +69,7 @@ _log = logging.getLogger("nearkin.gateway")
 @frozen
 class _Job:
     intent: UploadRequest
-    source: BinaryIO
+    source: BinaryIO | SplicedTree
     ending: UploadResult
     done: asyncio.Future[PutResult]
     loop: asyncio.AbstractEventLoop
@@ -115,6 +118,7 @@ class EmbeddedIngest:
     """Commits into a local store; the store's own tenant alone."""
 
     commits = True
+    takes_ranges = True
 
     def __init__(
         self, store: Store, outcomes: UploadStatuses, settings: Callable[[], Settings], disk: WorkerPool
@@ -172,6 +176,10 @@ class EmbeddedIngest:
         if not self._thread.is_alive():
             raise StoreUnavailable("the store's writer has stopped: start the gateway again")
 
+    def spliced(self, key: str, base: int, file: BinaryIO, ranges: CopiedRanges) -> SplicedTree:
+        """Return the source of a put of new bytes and of ranges of a version."""
+        return SplicedTree(self._store.tree_access(), key, base, file, ranges)
+
     @property
     def scratch(self) -> Path:
         """Return the folder where bodies wait, on the store's own device."""
@@ -179,8 +187,11 @@ class EmbeddedIngest:
         make_private_folder(folder)
         return folder
 
-    async def commit(self, intent: UploadRequest, source: BinaryIO, ending: UploadResult) -> None:
-        """Queue a whole body and wait until it is committed."""
+    async def commit(self, intent: UploadRequest, source: BinaryIO | SplicedTree, ending: UploadResult) -> None:
+        """Queue a whole body and wait until it is committed.
+
+        Raises BaseUnusable if the version is deleted that ranges are copied of.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[PutResult] = loop.create_future()
         self.check()
@@ -225,7 +236,8 @@ class EmbeddedIngest:
                 jobs.append(more)
                 waiting_bytes += 0 if isinstance(more, _Wake) else more.ending.size_bytes
             if blobs := [one for one in jobs if not isinstance(one, _Wake)]:
-                self._put(blobs)
+                for group in _groups(blobs):
+                    self._put(group)
             if last:
                 self._scrubbing.close()
                 return
@@ -363,45 +375,61 @@ UPLOADS: counters.Gauge[EmbeddedIngest] = counters.level(
 
 
 class EmbeddedUpload:
-    """A body in transfer to disk; one of a single frame stays in memory."""
+    """A body in transfer to disk; one of a frame's size stays in memory."""
 
     def __init__(self, ingest: EmbeddedIngest, intent: UploadRequest) -> None:
         self._ingest = ingest
         self._intent = intent
-        self._first: bytes | bytearray | None = None
+        self._held = bytearray()
+        """New bytes that are not on disk."""
         self._file: BinaryIO | None = None
+        self._fresh_bytes = 0
+        self._ranges = CopiedRanges()
 
     async def write(self, frame: bytes | bytearray) -> None:
         """Take a frame."""
-        if self._first is None and self._file is None:
-            self._first = frame
-            return
-        await self._ingest.disk.run(self._spool, frame)
+        self._fresh_bytes += len(frame)
+        if len(self._held) + len(frame) > FRAME_BYTES_MAX:
+            await self._ingest.disk.run(self._spool)
+        self._held += frame
+
+    async def copy(self, copied: CopiedRange) -> None:
+        """Take a range of the base."""
+        self._ranges.add(self._fresh_bytes, copied)
 
     async def finish(self, ending: UploadResult) -> None:
         """Commit the body."""
         if self._file is not None:
+            await self._ingest.disk.run(self._spool)
             self._file.seek(0)
-        source = self._file if self._file is not None else BytesIO(self._first or b"")
+        file = self._file if self._file is not None else BytesIO(self._held)
         self._file = None
-        await self._ingest.commit(self._intent, source, ending)
+        if self._intent.base is None:
+            await self._ingest.commit(self._intent, file, ending)
+            return
+        tree = self._ingest.spliced(self._intent.key, self._intent.base, file, self._ranges)
+        try:
+            await self._ingest.disk.run(tree.check, ending.size_bytes, ending.blake3)
+        except BaseException:
+            tree.close()
+            raise
+        await self._ingest.commit(self._intent, tree, ending)
 
     async def abort(self, why: str) -> None:
         """Drop the body: nothing of it has reached the store."""
-        file, self._file, self._first = self._file, None, None
+        file, self._file, self._held = self._file, None, bytearray()
         if file is not None:
             await self._ingest.disk.run(file.close)  # to free the room of a large one takes long
 
-    def _spool(self, frame: bytes | bytearray) -> None:
+    def _spool(self) -> None:
         try:
             if self._file is None:
                 self._file = cast(
                     "BinaryIO",
                     tempfile.TemporaryFile(buffering=0, dir=self._ingest.scratch, suffix=".part"),  # noqa: SIM115 - closed when the upload ends
                 )
-                _write_all(self._file, self._first or b"")
-                self._first = None
-            _write_all(self._file, frame)
+            _write_all(self._file, self._held)
+            self._held = bytearray()
         except OSError as err:
             raise StoreUnavailable(
                 f"the body cannot be kept meanwhile: {err.strerror}; make room and try again"
@@ -441,6 +469,15 @@ class StoreListing:
         if tenant != own:
             raise NotFound(f"stats of tenant {tenant!r}: this gateway runs embedded and sums up {own!r} alone")
         return self._store.tenant_stats()
+
+
+def _groups(jobs: list[_Job]) -> Iterator[list[_Job]]:
+    """Yield groups to commit together.
+
+    A tree with ranges is a group of its own: its base may be gone, which must fail no other put.
+    """
+    for _, group in groupby(enumerate(jobs), lambda pair: pair[0] if isinstance(pair[1].source, SplicedTree) else -1):
+        yield [job for _, job in group]
 
 
 def _now() -> str:

@@ -15,12 +15,20 @@ import pytest
 import nearkin
 from nearkin.client.streaming import PartsUpload
 from nearkin.client.sync import RemoteStore
+from nearkin.store import open_store
 from nearkin.trees import remote_trees, tree_sinks
 from nearkin.trees.backup import TreeBackup
 from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
+from nearkin.trees.spliced_tree import SplicedTree
 from nearkin.trees.store_backup import BackupResult
+from nearkin_gateway.auth import tokens
+from nearkin_gateway.auth.tenant_quota import TenantQuota
+from nearkin_gateway.uploads import tenant_usage
+from nearkin_shared.crypto.key_wrapping import generate
+from nearkin_shared.errors import QuotaExceeded
 from nearkin_shared.formats import upload_parts
-from nearkin_shared.formats.upload_parts import PartsEncoder
+from nearkin_shared.formats.upload_parts import CopiedRange, PartsDecoder, PartsEncoder
+from nearkin_shared.limits import SEGMENT_BYTES_MAX
 from tests.support.servers.gateways import RunningGateway, embedded, running
 
 FILES, FILE_BYTES = 300, 3_000
@@ -154,11 +162,11 @@ def test_tree_of_many_changes_is_streamed(
     check_restored(server, source, tmp_path / "target")
 
 
-@pytest.mark.parametrize("kind", ["none", "deleted", "blob"])
+@pytest.mark.parametrize("kind", ["none", "deleted", "late", "damaged", "blob"])
 def test_backup_without_base_sends_all_bytes(
     kind: str, server: RemoteStore, source: Path, tmp_path: Path, sent: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A base that is deleted once its entries are read, or is no tree, is no error."""
+    """A base that is deleted or damaged at any moment before the commit, or is no tree, is no error."""
     if kind == "blob":
         server.put("home", b"no tree")
     elif kind == "deleted":
@@ -170,6 +178,18 @@ def test_backup_without_base_sends_all_bytes(
             return put_parts(store, *arguments)
 
         monkeypatch.setattr(RemoteStore, "put_parts", put_late)
+    elif kind in ("late", "damaged"):
+        server.backup("home", [source])
+        check = SplicedTree.check
+
+        def check_late(tree: SplicedTree, *arguments: Any) -> None:
+            check(tree, *arguments)
+            if kind == "late":
+                server.delete("home")
+            else:
+                next((tmp_path / "store" / "containers").rglob("*.nkc")).unlink()
+
+        monkeypatch.setattr(SplicedTree, "check", check_late)
     result = server.backup("home", [source])
     assert result.counts.read_bytes == FILES * FILE_BYTES + LARGE_BYTES
     assert result.counts.files == FILES + 2
@@ -201,8 +221,9 @@ def test_wrong_bodies_are_refused(gateway: RunningGateway, server: RemoteStore, 
     whole = parts((0, size), size_bytes=size)
     for body, key, headers, status, name, detail in [
         (b"no parts at all", "home", {}, 400, "bad-input", "begins with"),
-        (parts((0, 5), size_bytes=5), "home", {}, 400, "bad-input", "is not a tree"),
+        (parts((0, 5), size_bytes=5), "home", {}, 400, "bad-input", "too few for a tree"),
         (parts((0, size + 1), size_bytes=size + 1), "home", {}, 400, "bad-input", "copies bytes 0 to"),
+        (whole, "home", {}, 400, "bad-input", "the entries of a tree must be new bytes"),
         (whole[:-1], "home", {}, 400, "bad-input", "ends within record 2"),
         (whole, "home", {"Nearkin-Base": "2"}, 409, "base-unusable", "Nearkin-Base 2: key 'home' has no such tree"),
         (whole, "absent", {}, 409, "base-unusable", "key 'absent'"),
@@ -215,3 +236,120 @@ def test_wrong_bodies_are_refused(gateway: RunningGateway, server: RemoteStore, 
         assert found[:2] == (status, name), found
         assert detail in found[2]
     assert [info.version for info in server.versions("", all_versions=True)] == [1, 1]
+
+
+def body_of(server: RemoteStore, source: Path, sent: list[bytes]) -> bytes:
+    """Return the body of a backup with one changed file."""
+    server.backup("home", [source])
+    (source / "3" / "003").write_bytes(b"changed" * 500)
+    server.backup("home", [source])
+    return sent[-1]
+
+
+def encoded(body: bytes, base_bytes: int, *, old: bytes = b"", new: bytes = b"", digest: bytes | None = None) -> bytes:
+    """Return a body whose new bytes, or whose digest, are replaced."""
+    decoder, result = PartsDecoder(base_bytes, 1 << 40), bytearray()
+    encoder = PartsEncoder(result.extend)
+    for part in decoder.feed(body):
+        if isinstance(part, CopiedRange):
+            encoder.add_copy(*part)
+        else:
+            encoder.add_data(bytes(part).replace(old, new) if old else part)
+    assert decoder.digest is not None
+    encoder.end(decoder.size_bytes, decoder.digest if digest is None else digest)
+    return bytes(result)
+
+
+def test_false_digests_are_refused(
+    gateway: RunningGateway, server: RemoteStore, source: Path, sent: list[bytes]
+) -> None:
+    """A version whose reader would find a wrong digest is never stored."""
+    body = body_of(server, source, sent)
+    size = server.info("home", 1).size_bytes
+    for changes, detail in [
+        ({"old": b"changedchanged", "new": b"changedChanged"}, "BLAKE3 of b'3/003' differs from its entry"),
+        ({"old": b"NKTREE", "new": b"NOTREE"}, "is not a tree"),
+        ({"digest": b"d" * 32}, "at the end of the body, its parts make"),
+    ]:
+        status, name, found = put_parts(gateway, encoded(body, size, **changes))
+        assert (status, name) == (400, "bad-input"), found
+        assert detail in found
+    assert [info.version for info in server.versions("home", all_versions=True)] == [1, 2]
+
+
+def test_repeated_body_is_stored_once(
+    gateway: RunningGateway, server: RemoteStore, source: Path, sent: list[bytes]
+) -> None:
+    """A body with the same Idempotency-Key answers the first version; another body is refused."""
+    body = body_of(server, source, sent)
+    size = server.info("home", 1).size_bytes
+    headers = {"Idempotency-Key": "one"}
+    assert put_parts(gateway, body, **headers)[0] == 201
+    assert put_parts(gateway, body, **headers)[0] == 201
+    refused = put_parts(gateway, encoded(body, size, digest=b"d" * 32), **headers)
+    assert refused[:2] == (422, "idempotency-key-reused")
+    assert [info.version for info in server.versions("home", all_versions=True)] == [1, 2, 3]
+
+
+def test_whole_segments_are_not_read(
+    gateway: RunningGateway, server: RemoteStore, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an unchanged tree the server reads less than a segment; a trusted digest is that of the tree."""
+    server.backup("home", [source])
+    read: list[int] = []
+    write_range = SplicedTree._write_range
+
+    def recorded(tree: SplicedTree, writer: Any, blob: Any, base: Any, start: int, stop: int) -> None:
+        read.append(stop - start)
+        write_range(tree, writer, blob, base, start, stop)
+
+    monkeypatch.setattr(SplicedTree, "_write_range", recorded)
+    result = server.backup("home", [source])
+    assert result.put is not None
+    assert sum(read) < SEGMENT_BYTES_MAX < LARGE_BYTES
+    assert result.put.info.digest == f"blake3:{server.tree('home').digest.hex()}"
+    assert result.put.ledger.logical_bytes == result.put.info.size_bytes
+
+
+def test_version_outlives_its_base(tmp_path: Path, source: Path) -> None:
+    """Segments that a version copies stay when their first version is collected, in an encrypted store too."""
+    generate(tmp_path / "store.key")
+    changes = {
+        "storage": {"encryption": "aes-256-gcm", "key_file": str(tmp_path / "store.key")},
+        "gc": {"grace_seconds": 0},
+    }
+    settings = embedded(tmp_path / "store", changes)
+    with running(settings) as gateway, nearkin.connect(gateway.url) as server:
+        server.backup("home", [source])
+        change(source)
+        assert server.backup("home", [source]).counts.unchanged_files == FILES
+        server.delete("home", 1)
+    with open_store(tmp_path / "store", settings=settings) as store:
+        for _ in range(3):
+            store.gc()
+        assert store.verify().damage == ()
+    with running(settings) as gateway, nearkin.connect(gateway.url) as server:
+        check_restored(server, source, tmp_path / "target")
+
+
+def test_copied_bytes_count_for_the_quota(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small body that stands for many bytes is refused as they would be."""
+    monkeypatch.setattr(tokens, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(tenant_usage, "REFUSED_SECONDS", 0.0)
+    file = tmp_path / "tokens.json"
+    token = tokens.create(file, "default", ["read", "write"])[0]
+    writer = tokens.create(file, "default", ["write"])[0]
+    with (
+        running(embedded(tmp_path / "store", {"auth": {"tokens_file": str(file)}})) as gateway,
+        nearkin.connect(gateway.url, token) as server,
+    ):
+        size = server.backup("home", [source]).put.info.size_bytes  # type: ignore[union-attr]
+        tokens.set_quota(file, "default", TenantQuota(logical_bytes=size * 3 // 2))
+        with pytest.raises(QuotaExceeded, match="logical_bytes"):
+            server.backup("home", [source])
+        tokens.set_quota(file, "default", TenantQuota(logical_bytes=size * 3))
+        assert server.backup("home", [source]).counts.read_bytes == 0
+        with gateway.client(writer) as client:
+            sent = {"Content-Type": upload_parts.PARTS_MEDIA_TYPE, "Nearkin-Base": "1"}
+            answer = client.put("/v1/blobs/home", content=b"", headers=sent)
+        assert (answer.status_code, answer.json()["type"]) == (403, "urn:nearkin:problem:missing-scope")

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Protocol
 
+from nearkin_shared.formats.upload_parts import CopiedRange
 from nearkin_shared.preconditions import Precondition
 from nearkin_shared.results import PutResult
 from nearkin_shared.results_json import info_json, ledger_json
@@ -42,11 +43,16 @@ class UploadRequest:
     """Checked where the version is committed."""
     first_attempt_us: int | None = None
     """Earliest time of an attempt with this origin, in microseconds since 1970; None: this is the only one."""
+    base: int | None = None
+    """The version that ranges are copied of; None: the upload has none."""
 
 
 @frozen
 class UploadResult:
-    """Size and digests of an upload: `blake3` 32 bytes, `sha256` 32 bytes if it was requested."""
+    """Size and digests of an upload: `blake3` 32 bytes, `sha256` 32 bytes if it was requested.
+
+    With ranges `blake3` is the digest of the tree, as the client states it.
+    """
 
     size_bytes: int
     blake3: bytes
@@ -61,6 +67,9 @@ class IncomingUpload(Protocol):
 
         Raises RetryableError.
         """
+
+    async def copy(self, copied: CopiedRange) -> None:
+        """Append a range of the base. Only where the backend `takes_ranges`."""
 
     async def finish(self, ending: UploadResult) -> None:
         """Return once all is durable.
@@ -78,6 +87,8 @@ class Ingest(Protocol):
 
     commits: bool
     """Whether `finish` returns with the outcome known, so that the answer is always 201."""
+    takes_ranges: bool
+    """Whether uploads take ranges of a base; else the gateway reads them and passes bytes on."""
 
     def accepts(self, tenant: str) -> bool:
         """Return whether it takes uploads of this tenant."""

@@ -28,8 +28,9 @@ from nearkin_gateway.backends.pack_writer import Frames, PackStore, PackWriter
 from nearkin_gateway.http.problems import from_error
 from nearkin_gateway.http.request_limits import Budget
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import NearkinError, StoreUnavailable
+from nearkin_shared.errors import BadInput, NearkinError, StoreUnavailable
 from nearkin_shared.formats.message import FAILURE_CHARACTERS_MAX, End, Envelope, Frame, StagedFrame, encode
+from nearkin_shared.formats.upload_parts import CopiedRange
 from nearkin_shared.kafka.clients import delivery_error, is_final, producer, signed_headers, topic, unavailable
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.record_guard import headers_of
@@ -61,6 +62,7 @@ class KafkaIngest:
     """One producer for all uploads of a process."""
 
     commits = False
+    takes_ranges = False
 
     def __init__(
         self,
@@ -241,6 +243,10 @@ class KafkaUpload:
         else:
             await self._packs.add(frame)
         self._position += len(frame)
+
+    async def copy(self, copied: CopiedRange) -> None:
+        """Refuse: the gateway reads ranges, and the pipeline gets bytes. Raises BadInput."""
+        raise BadInput(f"bytes {copied.start} to {copied.stop} of a base: the pipeline takes no ranges; send bytes")
 
     async def finish(self, ending: UploadResult) -> None:
         """Send the end and wait for every acknowledgement.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack
 from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
@@ -45,10 +45,11 @@ from nearkin_gateway.http.request_bodies import asks_first, check_declared, chun
 from nearkin_gateway.http.url_keys import BlobKey, Key, KeysInQuery, blob_url
 from nearkin_gateway.middleware.audit_requests import annotate
 from nearkin_gateway.state import Gateway, gateway_of
-from nearkin_gateway.uploads.copied_ranges import open_base
+from nearkin_gateway.uploads.copied_ranges import PartsReceiver, open_base
 from nearkin_gateway.uploads.upload_preconditions import check_newest
 from nearkin_gateway.uploads.upload_service import (
     NewBlob,
+    UploadPiece,
     check_failed,
     check_idempotency_key,
     check_replay,
@@ -204,8 +205,7 @@ async def put_blob(
     with ExitStack() as held:
         held.enter_context(gateway.uploads.one(caller.holders))
         body = chunks(request, bytes_max, gateway.uploads, gateway.pace_of(caller.tenant))
-        framed = frames(body if parts is None else parts.expand(body))
-        pieces = check_digests(framed, announced, gateway.pools.hashing)
+        pieces = _pieces_of(gateway, body, parts, announced)
         earlier = None
         if origin is not None:
             held.enter_context(one_at_a_time(gateway, origin.id))
@@ -218,7 +218,7 @@ async def put_blob(
                 if earlier is None:
                     raise
         if earlier is not None:
-            await check_replay(gateway, earlier, pieces, sha256)
+            await check_replay(gateway, earlier, pieces, sha256, parts)
             annotate(request, blob=earlier["id"], version=earlier["version"], replay=True)
             return created_response(gateway, caller.tenant, earlier, replay=True)
         new = NewBlob(
@@ -227,10 +227,11 @@ async def put_blob(
             metadata,
             origin=origin,
             sha256=sha256,
-            wants_sha256=wants_sha256(request.headers),
+            wants_sha256=parts is None and wants_sha256(request.headers),
             trace=_trace(request),
             precondition=precondition,
             size_bytes=declared_bytes(request) if parts is None else None,
+            parts=parts,
         )
         blob, ending = await take(gateway, pieces, new)
     annotate(request, blob=blob.hex())
@@ -241,6 +242,15 @@ async def put_blob(
     check_same(outcome, ending)
     annotate(request, version=outcome["version"])
     return created_response(gateway, caller.tenant, outcome)
+
+
+def _pieces_of(
+    gateway: Gateway, body: AsyncIterator[bytes], parts: PartsReceiver | None, announced: Mapping[str, bytes]
+) -> AsyncIterator[UploadPiece]:
+    """Return frames of a body, checked against announced digests, or its parts."""
+    if parts is not None:
+        return parts.pieces(body)
+    return check_digests(frames(body), announced, gateway.pools.hashing)
 
 
 def _trace(request: Request) -> str | None:

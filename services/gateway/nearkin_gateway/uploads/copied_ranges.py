@@ -1,6 +1,7 @@
 """Receive bodies of parts: new bytes, and ranges of an earlier version of the same key.
 
-    request body -> parts -> bytes, those of ranges read from the base
+    request body -> parts -> frames and ranges, where the backend takes ranges
+                          -> frames, with the bytes of ranges read from the base, where it does not
 
 Invariant (I9): the base is a version of the caller's tenant and of the key that is put. A base that is deleted, is no
 tree or is damaged ends the upload with BaseUnusable; nothing is stored.
@@ -16,12 +17,14 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 
 from nearkin_gateway.http.problems import Problem
+from nearkin_gateway.http.request_bodies import frames
 from nearkin_gateway.state import Gateway
+from nearkin_gateway.uploads.upload_service import UploadPiece
 from nearkin_shared.errors import BadInput, BaseUnusable, Corrupt, NotFound
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.tree_layout import FOOTER_BYTES, decode_footer
 from nearkin_shared.formats.upload_parts import BASE_HEADER, PARTS_MEDIA_TYPE, CopiedRange, PartsDecoder
-from nearkin_shared.limits import MIB
+from nearkin_shared.limits import FRAME_BYTES_MAX, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,6 +88,47 @@ class PartsReceiver:
         self._decoder = PartsDecoder(base.size_bytes, int(gateway.bounds.body_bytes_max))
         self._tail = b""
         """The last bytes of the result so far, as many as a footer has."""
+
+    @property
+    def base_version(self) -> int:
+        """The version that ranges are copied of."""
+        return self._base.version
+
+    def result_digest(self, found: bytes) -> bytes:
+        """Return the digest of the version, `found` that of all bytes that were passed on."""
+        if self._gateway.ingest.takes_ranges:
+            assert self._decoder.digest is not None
+            return self._decoder.digest
+        return found
+
+    def pieces(self, body: AsyncIterator[bytes]) -> AsyncIterator[UploadPiece]:
+        """Yield frames of new bytes, and ranges where the backend takes them.
+
+        Raises BadInput, BaseUnusable, StoreUnavailable.
+        """
+        return self._split(body) if self._gateway.ingest.takes_ranges else frames(self.expand(body))
+
+    async def _split(self, body: AsyncIterator[bytes]) -> AsyncIterator[UploadPiece]:
+        frame = bytearray()
+        async for piece in body:
+            for part in self._decoder.feed(piece):
+                if isinstance(part, CopiedRange):
+                    if frame:
+                        yield frame
+                        frame = bytearray()
+                    yield part
+                    continue
+                left = part
+                while left:
+                    room = FRAME_BYTES_MAX - len(frame)
+                    frame += left[:room]
+                    left = left[room:]
+                    if len(frame) == FRAME_BYTES_MAX:
+                        yield frame
+                        frame = bytearray()
+        if frame:
+            yield frame
+        self._decoder.finish()
 
     async def expand(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes | memoryview]:
         """Yield the bytes of the result. Raises BadInput, BaseUnusable, StoreUnavailable."""

@@ -15,8 +15,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
 
 from blake3 import blake3
 from starlette.requests import ClientDisconnect
@@ -27,6 +27,7 @@ from nearkin_gateway.blocking_threads import WorkerPool
 from nearkin_gateway.http.problems import RETRY_SECONDS, Problem, from_error
 from nearkin_gateway.state import Gateway
 from nearkin_shared.errors import NearkinError, PermanentError
+from nearkin_shared.formats.upload_parts import CopiedRange
 from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.observability import log_setup, tracing
 from nearkin_shared.preconditions import PRECONDITION, Precondition
@@ -34,6 +35,9 @@ from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.utils.failpoints import failpoint
 
 _log = logging.getLogger("nearkin.gateway")
+
+UploadPiece: TypeAlias = bytearray | CopiedRange
+"""A frame of new bytes, or a range of the base."""
 
 HASHED_APART_BYTES = 256 * 1024
 """Frames above this are hashed on a thread: 0.9 ms of SHA-256 a frame would hold up every other request."""
@@ -109,6 +113,17 @@ async def find_committed(gateway: Gateway, tenant: str, key: str, origin: BlobOr
     return found if found is not None else await gateway.ingest.find_committed(tenant, key, origin)
 
 
+class PartsDigest(Protocol):
+    """An upload with ranges of a base."""
+
+    @property
+    def base_version(self) -> int:
+        """The version that ranges are copied of."""
+
+    def result_digest(self, found: bytes) -> bytes:
+        """Return the digest of the version, `found` that of all bytes that were passed on."""
+
+
 @dataclass(frozen=True, slots=True)
 class NewBlob:
     """A blob to store, as its request describes it."""
@@ -126,12 +141,14 @@ class NewBlob:
     """As announced; None: not known before the end."""
     staged: str | None = None
     """The resumable upload that is handed over: its bytes are reserved already."""
+    parts: PartsDigest | None = None
+    """Of an upload with ranges."""
 
 
-async def take(gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob) -> tuple[bytes, UploadResult]:
+async def take(gateway: Gateway, pieces: AsyncIterator[UploadPiece], new: NewBlob) -> tuple[bytes, UploadResult]:
     """Store a body and return the attempt's id with its size and digests.
 
-    `pieces` yields frames of at most FRAME_BYTES_MAX. Raises Problem, NearkinError.
+    `pieces` yields frames of at most FRAME_BYTES_MAX, and ranges of `new.parts`. Raises Problem, NearkinError.
     """
     blob = await gateway.admission.admit(new.tenant, new.size_bytes, new.staged)
     now_us = time.time_ns() // 1000
@@ -146,6 +163,7 @@ async def take(gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob)
         new.trace,
         new.precondition,
         origin.first_attempt_us,
+        None if new.parts is None else new.parts.base_version,
     )
     log_setup.bind(blob, new.tenant, new.trace)
     tracing.describe(new.trace, tracing.about(blob, new.tenant))
@@ -170,7 +188,7 @@ async def take(gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob)
 
 
 async def _send(
-    gateway: Gateway, pieces: AsyncIterator[bytearray], new: NewBlob, intent: UploadRequest
+    gateway: Gateway, pieces: AsyncIterator[UploadPiece], new: NewBlob, intent: UploadRequest
 ) -> tuple[UploadResult, IncomingUpload]:
     """Pass a body on; return its size and digests, and the upload to finish.
 
@@ -184,6 +202,7 @@ async def _send(
         ending = await _stream(
             pieces, upload, gateway.pools.hashing, with_sha256=new.wants_sha256 or new.sha256 is not None
         )
+        ending = _with_digest(ending, new.parts)
         check_sha256(ending, new.sha256)
     except BaseException as err:
         await _abort(upload, err)
@@ -191,16 +210,25 @@ async def _send(
     return ending, upload
 
 
+def _with_digest(ending: UploadResult, parts: PartsDigest | None) -> UploadResult:
+    """Return the result with the digest of the version."""
+    return ending if parts is None else replace(ending, blake3=parts.result_digest(ending.blake3))
+
+
 async def _reserve(
-    gateway: Gateway, pieces: AsyncIterator[bytearray], intent: UploadRequest
-) -> AsyncIterator[bytearray]:
-    """Yield the frames of a body of unknown length, each within the quotas.
+    gateway: Gateway, pieces: AsyncIterator[UploadPiece], intent: UploadRequest
+) -> AsyncIterator[UploadPiece]:
+    """Yield the frames and ranges of a body of unknown length, each within the quotas.
 
     Raises Problem 507, StoreUnavailable.
     """
-    async for frame in pieces:
-        await gateway.admission.grow(intent.tenant, intent.blob, len(frame))
-        yield frame
+    async for piece in pieces:
+        await gateway.admission.grow(intent.tenant, intent.blob, _size_of(piece))
+        yield piece
+
+
+def _size_of(piece: UploadPiece) -> int:
+    return piece.stop - piece.start if isinstance(piece, CopiedRange) else len(piece)
 
 
 def check_sha256(ending: UploadResult, announced: bytes | None) -> None:
@@ -215,12 +243,16 @@ def check_sha256(ending: UploadResult, announced: bytes | None) -> None:
 
 
 async def check_replay(
-    gateway: Gateway, earlier: Mapping[str, Any], pieces: AsyncIterator[bytearray], sha256: bytes | None
+    gateway: Gateway,
+    earlier: Mapping[str, Any],
+    pieces: AsyncIterator[UploadPiece],
+    sha256: bytes | None,
+    parts: PartsDigest | None = None,
 ) -> None:
     """Check that a repeated upload has the content of the first one. Raises Problem 422."""
     ending = await _stream(pieces, None, gateway.pools.hashing, with_sha256=sha256 is not None)
     check_sha256(ending, sha256)
-    check_same(earlier, ending)
+    check_same(earlier, _with_digest(ending, parts))
 
 
 def check_same(outcome: Mapping[str, Any], ending: UploadResult) -> None:
@@ -248,9 +280,9 @@ def is_refused(outcome: Mapping[str, Any]) -> bool:
 
 
 async def _stream(
-    pieces: AsyncIterator[bytearray], upload: IncomingUpload | None, hashing: WorkerPool, *, with_sha256: bool
+    pieces: AsyncIterator[UploadPiece], upload: IncomingUpload | None, hashing: WorkerPool, *, with_sha256: bool
 ) -> UploadResult:
-    """Hash the frames, pass them to `upload` if given, and return size and digests."""
+    """Hash the frames, pass all to `upload` if given, and return size and digests."""
     whole, sha256, size_bytes = blake3(), hashlib.sha256() if with_sha256 else None, 0
 
     def hash_all(frame: bytearray) -> None:
@@ -259,8 +291,12 @@ async def _stream(
             sha256.update(frame)
 
     async for frame in pieces:
+        size_bytes += _size_of(frame)
+        if isinstance(frame, CopiedRange):
+            if upload is not None:
+                await upload.copy(frame)
+            continue
         assert len(frame) <= FRAME_BYTES_MAX
-        size_bytes += len(frame)
         if len(frame) > HASHED_APART_BYTES:
             await hashing.run(hash_all, frame)
         else:

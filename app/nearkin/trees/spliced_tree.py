@@ -1,0 +1,193 @@
+"""Put a tree of new bytes and of ranges of an earlier version: the source of a put.
+
+    check: entry groups, index and the digests of new files, before the put begins
+    feed:  new bytes -> cut, deduplicated      ranges -> whole segments are spliced, the rest is read and written again
+
+Invariant: a tree is committed only if its groups and its index agree with its digest, its entries with its size, and
+its new files with their entries. The base is read once the put has begun: GC deletes nothing of it from then on.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+from blake3 import blake3
+
+from nearkin_shared.errors import BadInput, BaseUnusable, Corrupt, FormatTooNew, NotFound
+from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES
+from nearkin_shared.formats.upload_parts import CopiedRange
+from nearkin_shared.limits import MIB
+from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
+
+if TYPE_CHECKING:
+    from nearkin.embedded.blob_transfer import BlobTransfer
+    from nearkin.embedded.runner import EmbeddedWriter
+    from nearkin.trees.store_backup import TreeStore
+    from nearkin_shared.formats.manifest import Manifest
+
+READ_BYTES = MIB
+
+
+class CopiedRanges:
+    """The ranges of a tree, and where they are between its new bytes; 32 bytes of memory each."""
+
+    def __init__(self) -> None:
+        self._fresh_starts, self._starts, self._sources, self._lengths = (array("Q") for _ in range(4))
+        self.size_bytes: int = 0
+        """Of all ranges."""
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def add(self, fresh_bytes: int, copied: CopiedRange) -> None:
+        """Append a range that follows so many new bytes."""
+        self._fresh_starts.append(fresh_bytes)
+        self._starts.append(fresh_bytes + self.size_bytes)
+        self._sources.append(copied.start)
+        self._lengths.append(copied.stop - copied.start)
+        self.size_bytes += copied.stop - copied.start
+
+    def placed(self) -> Iterator[tuple[int, CopiedRange]]:
+        """Yield (new bytes before it, range) in order."""
+        for fresh_bytes, start, length in zip(self._fresh_starts, self._sources, self._lengths, strict=True):
+            yield fresh_bytes, CopiedRange(start, start + length)
+
+    def find_fresh(self, position: int) -> tuple[int, int]:
+        """Return where a byte of the tree is.
+
+        As (offset among the new bytes, bytes up to the next range), or (-1, bytes up to the end of its range).
+        """
+        number = bisect_right(self._starts, position) - 1
+        before = 0
+        if number >= 0:
+            stop = self._starts[number] + self._lengths[number]
+            if position < stop:
+                return -1, stop - position
+            before = stop - self._fresh_starts[number]
+        following = self._starts[number + 1] if number + 1 < len(self._starts) else (1 << 64) - 1
+        return position - before, following - position
+
+
+class SplicedTree:
+    """A tree to put, whose new bytes are in a file."""
+
+    def __init__(self, store: TreeStore, key: str, base: int, file: BinaryIO, ranges: CopiedRanges) -> None:
+        """`base`: the version of `key` that the ranges are of."""
+        self._store = store
+        self._key, self._base = key, base
+        self._file = file
+        self._ranges = ranges
+        self._label = f"tree {key!r}"
+        self._digest = b""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def check(self, size_bytes: int, digest: bytes) -> None:
+        """Check the entries, the sizes and the digests of new files. Raises BadInput.
+
+        Bytes of ranges are not read: entries must be new bytes.
+        """
+        try:
+            reader = TreeReader.open(self._read_new, size_bytes, self._label)
+            for placed in reader.entries():
+                if placed.entry.content_bytes:
+                    self._check_content(placed)
+        except (Corrupt, FormatTooNew) as err:
+            raise BadInput(
+                f"{err}; nothing was stored: the entries of a tree must be new bytes; send all bytes of what is no tree"
+            ) from err
+        if reader.digest != digest:
+            raise BadInput(
+                f"{self._label}: digest {digest.hex()} at the end of the body, its parts make {reader.digest.hex()}; "
+                "nothing was stored"
+            )
+        self._digest = digest
+
+    def _read_new(self, start: int, stop: int) -> bytes:
+        """Return bytes of the tree; zeros in place of those of ranges."""
+        found = bytearray()
+        while start < stop:
+            offset, length = self._ranges.find_fresh(start)
+            length = min(length, stop - start)
+            found += bytes(length) if offset < 0 else self._read_file(offset, length)
+            start += length
+        return bytes(found)
+
+    def _read_file(self, offset: int, length: int) -> bytes:
+        self._file.seek(offset)
+        data = bytearray()
+        while len(data) < length:
+            piece = self._file.read(length - len(data))
+            if not piece:
+                raise BadInput(f"{self._label}: ends after {offset + len(data)} new bytes; send it again")
+            data += piece
+        return bytes(data)
+
+    def _check_content(self, placed: PlacedEntry) -> None:
+        """Compare the digest of a file whose bytes are all new. Raises Corrupt."""
+        offset, length = self._ranges.find_fresh(placed.start)
+        size_bytes = placed.entry.content_bytes
+        if offset < 0 or length < size_bytes:
+            return
+        hasher = blake3()
+        for start in range(0, size_bytes, READ_BYTES):
+            hasher.update(self._read_file(offset + start, min(READ_BYTES, size_bytes - start)))
+        if hasher.digest(length=DIGEST_BYTES) != placed.entry.digest:
+            raise Corrupt(f"{self._label}: BLAKE3 of {placed.entry.path!r} differs from its entry")
+
+    def feed(self, writer: EmbeddedWriter, blob: BlobTransfer) -> bytes:
+        """Write the tree; return its digest. Raises BaseUnusable, StoreUnavailable."""
+        assert self._digest, "check was not called"
+        try:
+            base = self._store.manifest(self._key, self._base)
+            self._store.check_sound(base)
+            lengths = np.zeros(0, np.uint32) if base.lengths is None else base.lengths
+            ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+            fresh_bytes = 0
+            self._file.seek(0)
+            for position, copied in self._ranges.placed():
+                self._write_new(writer, blob, position - fresh_bytes)
+                fresh_bytes = position
+                self._copy(writer, blob, base, ends, copied)
+        except (NotFound, Corrupt) as err:
+            raise BaseUnusable(f"key {self._key!r} version {self._base}: cannot be copied from: {err}") from err
+        self._write_new(writer, blob, None)
+        return self._digest
+
+    def _write_new(self, writer: EmbeddedWriter, blob: BlobTransfer, count: int | None) -> None:
+        """Write the next `count` new bytes, or all that are left."""
+        while count is None or count:
+            data = self._file.read(READ_BYTES if count is None else min(count, READ_BYTES))
+            if not data:
+                return
+            writer.write(blob, data)
+            count = None if count is None else count - len(data)
+
+    def _copy(
+        self, writer: EmbeddedWriter, blob: BlobTransfer, base: Manifest, ends: np.ndarray, copied: CopiedRange
+    ) -> None:
+        """Splice the whole segments of a range; read and write the parts of others.
+
+        `ends`: 0 and the ends of the segments of the base.
+        """
+        start, stop = copied
+        first = int(np.searchsorted(ends, start))
+        last = int(np.searchsorted(ends, stop, side="right")) - 1
+        if last > first:
+            assert base.lengths is not None
+            self._write_range(writer, blob, base, start, int(ends[first]))
+            rows = slice(first, last)
+            writer.splice(blob, base.segments.take(rows), base.lengths[rows])
+            start = int(ends[last])
+        self._write_range(writer, blob, base, start, stop)
+
+    def _write_range(self, writer: EmbeddedWriter, blob: BlobTransfer, base: Manifest, start: int, stop: int) -> None:
+        if start < stop:
+            for piece in self._store.blob(base, start, stop).pieces():
+                writer.write(blob, piece)
