@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from nearkin_chunker import BlobRun, ChunkerStage, CutState, FrameRuns
-from nearkin_chunker.handler import check_messages_fit, message_bounds
+from nearkin_chunker.segment_messages import check_messages_fit, message_bounds
 from nearkin_chunker.splitter import Arenas
 from nearkin_dedup import DedupStage
 from nearkin_gateway.backends.source_dedup import BATCH_BYTES

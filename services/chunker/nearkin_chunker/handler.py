@@ -17,7 +17,7 @@ import binascii
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from struct import Struct
 
@@ -27,12 +27,11 @@ from nearkin_chunker import BlobRun, ChunkerStage, CutState, FrameRuns
 from nearkin_chunker.batch_cutting import cut_blobs
 from nearkin_chunker.cut_state import ENCODED_BYTES, START, decode_state
 from nearkin_chunker.referred_packs import ReferredPacks
+from nearkin_chunker.segment_messages import check_messages_fit, split_segments
 from nearkin_shared.config.reduction import NO_RULES
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import ConfigError, Corrupt, NotFound
+from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.formats.message import (
-    CHUNKS_MAX,
-    SEGMENTS_MAX,
     Batch,
     BatchEnd,
     End,
@@ -48,17 +47,15 @@ from nearkin_shared.formats.message import (
 from nearkin_shared.formats.message_layout import Pack
 from nearkin_shared.formats.payload_references import encode_referenced
 from nearkin_shared.kafka.ack_tracker import AckTracker
-from nearkin_shared.kafka.coalesce import CHUNK_BYTES_SENT, FRESH_CHUNK_BYTES_SENT, ROOM_BYTES, SEGMENT_BYTES_SENT
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record
 from nearkin_shared.kafka.lag import BACKLOG_SECONDS, Backlog
 from nearkin_shared.kafka.outbox_port import StageOutbox
 from nearkin_shared.kafka.record_guard import BoundedCache, RecordGuard, headers_of, trace_of
-from nearkin_shared.limits import SEGMENT_BYTES_MAX
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.observability.log_setup import about
 from nearkin_shared.pipeline.stage import LookupResults
 from nearkin_shared.storage.staged_packs import PackRemover, pack_name, read_pack
-from nearkin_shared.types import U8, Bools, SegmentBatch
+from nearkin_shared.types import U8
 from nearkin_shared.utils.failpoints import failpoint
 
 _log = logging.getLogger("nearkin.chunker")
@@ -74,19 +71,6 @@ LONG_STATES_MAX = 52
 JOIN_BYTES_MAX = 8 * 1024 * 1024
 """Frames of one blob cut together: fewer calls, and the uncut tail is cut again less often."""
 OPEN_BLOBS_MAX = 4096
-
-
-def check_messages_fit(settings: Settings) -> None:
-    """Raise ConfigError for settings with which a segment could exceed a message."""
-    smallest = max(1, settings.chunker.min_bytes)
-    chunks = -(-SEGMENT_BYTES_MAX // smallest) + 1
-    each = CHUNK_BYTES_SENT + FRESH_CHUNK_BYTES_SENT + 8 * settings.features.super_features
-    needed = SEGMENT_BYTES_MAX + chunks * each + SEGMENT_BYTES_SENT
-    if needed > ROOM_BYTES or chunks > CHUNKS_MAX:
-        raise ConfigError(
-            f'chunker.min_bytes "{smallest}": a segment of {SEGMENT_BYTES_MAX} bytes may have {chunks} chunks '
-            f"and take {needed} bytes as a message, more than {ROOM_BYTES}: want chunker.min_bytes >= 1024"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,50 +483,6 @@ class ChunkerHandler:
             _log.warning("blob %s: %s", blob.envelope.blob.hex(), failure)
         self._guard.fail(replace(blob.envelope, sequence=blob.sequence), failure, traceparent, committed_as)
         part.end(blob.envelope.blob)
-
-
-def split_segments(batch: SegmentBatch, super_features: int) -> Iterator[SegmentBatch]:
-    """Yield runs of segments that each fit into a message of every later stage."""
-    for start, stop in message_bounds(batch, ~batch.zero, super_features):
-        yield _segments(batch, start, stop)
-
-
-def message_bounds(batch: SegmentBatch, carried: Bools, super_features: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) of segments that fit into a message of every later stage.
-
-    `carried` bool[n]: chunks whose bytes are sent.
-    """
-    counts = np.diff(batch.chunk_bounds)
-    sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.where(carried, batch.lengths, 0), dtype=np.int64)])
-    bytes_at = sums[batch.chunk_bounds]
-    each = CHUNK_BYTES_SENT + FRESH_CHUNK_BYTES_SENT + 8 * super_features
-    cost_at = bytes_at + batch.chunk_bounds.astype(np.int64) * each
-    cost_at += np.arange(len(cost_at), dtype=np.int64) * SEGMENT_BYTES_SENT
-    start = 0
-    while start < len(counts):
-        stop = min(
-            int(np.searchsorted(cost_at, cost_at[start] + ROOM_BYTES, side="right")) - 1,
-            int(np.searchsorted(bytes_at, bytes_at[start] + SEGMENT_BYTES_MAX, side="right")) - 1,
-            int(np.searchsorted(batch.chunk_bounds, batch.chunk_bounds[start] + CHUNKS_MAX, side="right")) - 1,
-            start + SEGMENTS_MAX,
-        )
-        stop = max(stop, start + 1)
-        yield start, stop
-        start = stop
-
-
-def _segments(batch: SegmentBatch, start: int, stop: int) -> SegmentBatch:
-    first, last = int(batch.chunk_bounds[start]), int(batch.chunk_bounds[stop])
-    return SegmentBatch(
-        payload=batch.payload,
-        offsets=batch.offsets[first:last],
-        lengths=batch.lengths[first:last],
-        names=batch.names[first:last],
-        zero=batch.zero[first:last],
-        chunk_bounds=batch.chunk_bounds[start : stop + 1] - np.uint32(first),
-        blobs=batch.blobs[start:stop],
-        segment_ids=batch.segment_ids[start:stop],
-    )
 
 
 def _resume_point(part: _Partition, ruled: bool) -> tuple[int, str]:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from nearkin.lab.generated_data import text_like
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
-from nearkin_chunker.handler import STATES_MAX, ChunkerHandler, check_messages_fit, split_segments
+from nearkin_chunker.handler import STATES_MAX, ChunkerHandler
+from nearkin_chunker.segment_messages import check_messages_fit, split_segments
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, TenantErased

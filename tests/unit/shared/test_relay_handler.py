@@ -17,7 +17,7 @@ import pytest
 
 from nearkin.lab.generated_data import random_bytes
 from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
-from nearkin_chunker.handler import split_segments
+from nearkin_chunker.segment_messages import split_segments
 from nearkin_dedup import DedupStage
 from nearkin_dedup.handler import dedup_work
 from nearkin_delta import handler as delta_handler
