@@ -17,7 +17,7 @@ import binascii
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from struct import Struct
 
@@ -121,6 +121,8 @@ class _Partition:
     """Open blobs of one partition, and the packs that it needs."""
 
     resumed: dict[bytes, _Resumed]
+    is_taken_over: bool = False
+    """What earlier owners cut has passed all stages, and blobs without a state have ended."""
     open: dict[bytes, _Open] = field(default_factory=dict)
     next_offset: int | None = None
     packs: deque[tuple[int, str]] = field(default_factory=deque)
@@ -153,6 +155,8 @@ class _Partition:
         blob, position = frame.envelope.blob, frame.envelope.position
         if refers and (position == 0 or blob in self.open or blob in self.resumed):
             return False
+        if not refers and self.is_taken_over:
+            return True
         if blob in self.open:
             return position >= self.open[blob].resumed_at
         if blob in self.resumed:
@@ -192,6 +196,14 @@ class ChunkerHandler:
     def on_assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
         self._awaiting.forget(partition)
         self._partitions[partition] = _Partition(_resume_states(metadata))
+
+    def on_taken_over(self, partitions: Collection[int]) -> None:
+        """Note that the messages of earlier owners have passed all stages.
+
+        Without states no earlier owner left a blob open, or the states are lost: then the packs may be all of a blob.
+        """
+        for part in map(self._partitions.__getitem__, partitions):
+            part.is_taken_over = bool(part.resumed)
 
     def handle(self, records: list[Record]) -> None:
         """Cut the frames of records and send the segments."""

@@ -170,6 +170,7 @@ class DeltaHandler:
         self._activity = TenantActivity()
         self._reader = PayloadReader(objects)
         self._packs = BlobPacks(PackRemover(objects))
+        self._deletes_packs = True
 
     def on_assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
         self._offsets[partition] = PartitionOffsets()
@@ -183,6 +184,8 @@ class DeltaHandler:
         readable = [found for record in records if (found := self._with_bytes(record)) is not None]
         is_set_aside, run = len(readable) < len(records), _Run()
         for record, message in zip(readable, self._guard.decode_many(readable), strict=True):
+            if isinstance(message, Paired) and self._deletes_packs:
+                self._packs.add(record.partition, message.envelope)
             if isinstance(message, Paired) and run.takes(message):
                 run.add(record, message)
                 continue
@@ -227,6 +230,14 @@ class DeltaHandler:
     def on_dropped(self, partition: int) -> None:  # noqa: D102
         self._offsets.pop(partition, None)
         self._packs.forget(partition)
+
+    def on_source(self, service: str) -> None:
+        """Leave the packs to a chunker of the same worker, which sends their bytes."""
+        self._deletes_packs = service != "chunker"
+
+    def on_source_dropped(self) -> None:
+        """Note that another worker may send some messages of the open blobs."""
+        self._packs.on_source_dropped()
 
     def on_committed(self, partition: int, offset: int) -> None:
         """Delete the packs of blobs that ended before the offset."""
@@ -327,9 +338,14 @@ class DeltaHandler:
         return self._guard.carry_out(record, message.envelope, work)
 
     def _end_packs(self, record: Record, end: End | BatchEnd) -> End | None:
-        """Record the end of a blob; return the failure to send behind it, if a pack was missing."""
+        """Record the end of a blob; return the failure to send behind it, if a pack was missing.
+
+        A batch has no packs, and neither has an empty blob.
+        """
+        if not self._deletes_packs or not isinstance(end, End) or (end.failure is None and end.size_bytes == 0):
+            return None
         missing = self._packs.end(record.partition, record.offset, end.envelope)
-        if missing is None or not isinstance(end, End) or end.failure is not None:
+        if missing is None or end.failure is not None:
             return None
         return replace(end, failure=f"{missing}; upload it again")
 

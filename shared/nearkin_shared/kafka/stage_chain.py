@@ -13,9 +13,10 @@ is committed only after the effects of the last stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Protocol, runtime_checkable
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import StoreUnavailable
@@ -28,6 +29,25 @@ from nearkin_shared.kafka.outbox_port import StageOutbox
 from nearkin_shared.utils.frozen import frozen
 
 PARTITION = 0
+
+
+@runtime_checkable
+class SupportsSource(Protocol):
+    """A later stage that keeps what it has seen of a blob."""
+
+    def on_source(self, service: str) -> None:
+        """Note the service of the first stage, which reads from Kafka."""
+
+    def on_source_dropped(self) -> None:
+        """Note that another worker has partitions of the first topic, and may send messages of open blobs."""
+
+
+@runtime_checkable
+class SupportsTakeover(Protocol):
+    """A first stage that leaves alone what messages of earlier owners of a partition need."""
+
+    def on_taken_over(self, partitions: Collection[int]) -> None:
+        """Note that all messages of earlier owners have passed all stages: nothing needs their packs."""
 
 
 class InProcessOutbox:
@@ -149,6 +169,8 @@ class StageChain:
         assigned = self._unchecked.intersection(record.partition for record in records)
         if assigned and self._earlier is not None:
             self._earlier.wait(assigned)
+            if isinstance(self._first, SupportsTakeover):
+                self._first.on_taken_over(assigned)
         self._unchecked -= assigned
         run: list[Record] = []
         for record in records:
@@ -179,9 +201,13 @@ class StageChain:
         """
         self._first.drain(partition)
 
-    def on_dropped(self, partition: int) -> None:  # noqa: D102
+    def on_dropped(self, partition: int) -> None:
+        """Forget a partition; its blobs are no longer whole to the later stages, which have one of their own."""
         self._first.on_dropped(partition)
         self._unchecked.discard(partition)
+        for handler in self._later:
+            if isinstance(handler, SupportsSource):
+                handler.on_source_dropped()
 
     def committable(self) -> Iterable[tuple[int, int, str]]:
         """Yield what the first stage may commit."""
@@ -232,6 +258,9 @@ def chain(
         outbox = InProcessOutbox(settings, following.service, following.topic, handler, kafka, behind)
         outboxes.insert(0, outbox)
         handler = link.make(partial(_same, outbox))
+    for behind_first in later:
+        if isinstance(behind_first, SupportsSource):
+            behind_first.on_source(links[0].service)
     return StageChain(handler, outboxes, later, earlier) if outboxes else handler
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -124,9 +124,9 @@ class PackRemover:
         """Delete packs soon, one after another."""
         self._submit(partial(self._delete, names))
 
-    def remove_all(self, blob: bytes) -> None:
-        """Delete all packs of a blob soon, found by listing all packs."""
-        self._submit(partial(self._delete_packs_of, blob))
+    def remove_all(self, blobs: Collection[bytes]) -> None:
+        """Delete all packs of blobs soon, found by listing all packs once."""
+        self._submit(partial(self._delete_packs_of, frozenset(blob.hex() for blob in blobs)))
 
     def _submit(self, deletion: Callable[[], None]) -> None:
         if self._room.acquire(blocking=False):
@@ -143,14 +143,14 @@ class PackRemover:
                 return
             delete_pack(self._objects, name)
 
-    def _delete_packs_of(self, blob: bytes) -> None:
+    def _delete_packs_of(self, blobs: frozenset[str]) -> None:
         try:
             names = [name for name, _ in self._objects.names(FOLDER)]
         except NearkinError as err:
-            _log.warning("packs of blob %s: not deleted yet: %s", blob.hex(), err)
+            _log.warning("packs of %d blobs, as %s: not deleted yet: %s", len(blobs), min(blobs), err)
             return
-        of_blob = ((name, _NAME.fullmatch(name)) for name in names)
-        self._delete(name for name, found in of_blob if found is not None and found[2] == blob.hex())
+        matches = ((name, _NAME.fullmatch(name)) for name in names)
+        self._delete(name for name, found in matches if found is not None and found[2] in blobs)
 
 
 def delete_pack(objects: ObjectStore, name: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,25 @@ def packs(fleet: Fleet, wanted: int | None = None) -> int:
         time.sleep(0.01)
 
 
+def inline_values() -> list[bytes]:
+    """Return the messages of an upload that goes through Kafka."""
+    envelope, payload = Envelope(b"i" * 16, "t", "inline"), np.frombuffer(CONTENT[:500_000], np.uint8)
+    end = End(replace(envelope, position=500_000), 5, b"o" * 16, size_bytes=500_000, blake3=b"3" * 32)
+    return [encode(Frame(envelope, payload)), encode(end)]
+
+
+def listed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the threads that list objects from now on, in their order."""
+    names, threads = fleet.objects.names, list[str]()
+
+    def recorded(prefix: str) -> Iterator[tuple[str, int]]:
+        threads.append(threading.current_thread().name)
+        return names(prefix)
+
+    monkeypatch.setattr(fleet.objects, "names", recorded)
+    return threads
+
+
 def placed_bytes(fleet: Fleet) -> int:
     return sum(int(one.lengths.sum()) for one in fleet.placed() if isinstance(one, Placed))
 
@@ -207,6 +228,53 @@ def test_worker_that_begins_within_a_blob_deletes_all_packs(split: Split, fleet:
     split.commit()
     assert packs(fleet, 1) == 1
     assert [name for name, _ in fleet.objects.names("staging")] == [pack_name(other.pack)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_worker_that_begins_before_an_end_deletes_packs(
+    split: Split, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Its predecessor saw all references: the packs of all blobs that ended are found by one listing."""
+    paired = [split.paired(uploaded(fleet, bytes([66 + number]) * 16)) for number in range(count)]
+    split.run("delta", [value for *parts, _ in paired for value in parts])
+    split.commit()
+    assert packs(fleet) == 3 * count
+    split.workers["delta"] = fleet.chained([split.links["delta"]])
+    listings = listed(fleet, monkeypatch)
+    split.run("delta", [end for *_, end in paired])
+    split.commit()
+    assert packs(fleet, 0) == 0
+    assert len([name for name in listings if name.startswith("nearkin-staging")]) == 1
+
+
+def test_end_of_a_blob_without_packs_lists_nothing(split: Split, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small uploads go through Kafka: to list all packs behind each of them would cost more than the uploads."""
+    listings = listed(fleet, monkeypatch)
+    end = End(Envelope(b"e" * 16, "t", "empty", 0), 5, b"o" * 16, size_bytes=0, blake3=b"3" * 32)
+    split.run("delta", split.paired([*inline_values(), encode(end)]))
+    split.commit()
+    assert not listings  # a listing would come soon: see below
+    split.run("delta", split.paired(uploaded(fleet))[-1:])
+    split.commit()
+    packs(fleet, 0)
+    assert len([name for name in listings if name.startswith("nearkin-staging")]) == 1
+
+
+def test_chain_that_lost_a_partition_deletes_all_packs(split: Split, fleet: Fleet) -> None:
+    """Another worker saw the middle of a blob, and this one its start and its end."""
+    fresh = split.run("dedup", split.run("chunker", uploaded(fleet)))
+    worker = fleet.chained([split.links["resemblance"], split.links["delta"]])
+    assert isinstance(worker, SupportsCommitted)
+    records = [Record("nearkin.fresh", 0, at, BLOB, value, {}, ()) for at, value in enumerate(fresh)]
+    worker.handle(records[:1])
+    worker.drain(0)
+    worker.on_dropped(0)
+    worker.on_assigned(0, "")
+    worker.handle(records[-1:])
+    worker.drain(0)
+    worker.on_committed(0, len(records))
+    assert packs(fleet, 0) == 0
+    worker.close()
 
 
 def test_repeated_messages_without_packs_have_no_effect(split: Split, fleet: Fleet) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -249,6 +250,42 @@ def test_packs_are_deleted_behind_the_committed_offset(fleet: Fleet) -> None:
     while packs(fleet) > len(records) - 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert packs(fleet) == len(records) - 3
+    worker.close()
+
+
+def remaining_packs(fleet: Fleet, wanted: int) -> int:
+    """Return the number of packs; wait until it is `wanted`."""
+    deadline = time.monotonic() + 10
+    while packs(fleet) != wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return packs(fleet)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_restarted_worker_deletes_packs_of_ended_blobs(fleet: Fleet, is_known: bool) -> None:
+    """Earlier messages have passed all stages; without states of open blobs no other blob is known to have ended."""
+    ended, other = staged(fleet), staged(fleet, b"c" * 16)
+    turns = [other[0], ended[0], other[1], *ended[1:], *other[2:]]
+    records = [replace(record, offset=at) for at, record in enumerate(turns)]
+    first = fleet.chained(fleet.links())
+    assert isinstance(first, SupportsCommitted)
+    first.handle(records[: 2 + len(ended)])
+    first.drain(0)
+    ((_, at, states),) = first.committable()
+    assert at == 2, "the second pack of the other blob was cut in part"
+    first.on_committed(0, at)
+    assert remaining_packs(fleet, len(records) - 2 - at) == len(records) - 2 - at
+    first.close()
+    worker = chain(SETTINGS, fleet.links(), fleet.outbox, Recorded())
+    assert isinstance(worker, SupportsCommitted)
+    worker.on_assigned(0, states if is_known else "")
+    worker.handle(records[at:])
+    worker.drain(0)
+    worker.on_committed(0, len(records))
+    left = 0 if is_known else len(records) - 2 - at
+    assert remaining_packs(fleet, left) == left
+    time.sleep(0.2)  # no other deletion follows
+    assert packs(fleet) == left
     worker.close()
 
 
