@@ -39,7 +39,7 @@ class SupportsSource(Protocol):
         """Note the service of the first stage, which reads from Kafka."""
 
     def on_source_dropped(self) -> None:
-        """Note that another worker has partitions of the first topic, and may send messages of open blobs."""
+        """Note that another worker may send messages of open blobs."""
 
 
 @runtime_checkable
@@ -47,7 +47,7 @@ class SupportsTakeover(Protocol):
     """A first stage that leaves alone what messages of earlier owners of a partition need."""
 
     def on_taken_over(self, partitions: Collection[int]) -> None:
-        """Note that all messages of earlier owners have passed all stages: nothing needs their packs."""
+        """Note that messages of earlier owners passed all stages: none needs packs."""
 
 
 class InProcessOutbox:
@@ -202,7 +202,7 @@ class StageChain:
         self._first.drain(partition)
 
     def on_dropped(self, partition: int) -> None:
-        """Forget a partition; its blobs are no longer whole to the later stages, which have one of their own."""
+        """Forget a partition, and tell the later stages, which have one of their own."""
         self._first.on_dropped(partition)
         self._unchecked.discard(partition)
         for handler in self._later:
