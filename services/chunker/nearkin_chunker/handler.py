@@ -122,7 +122,7 @@ class _Partition:
 
     resumed: dict[bytes, _Resumed]
     is_taken_over: bool = False
-    """What earlier owners cut has passed all stages, and blobs without a state have ended."""
+    """Segments of earlier owners have passed all stages, and blobs without a state have ended."""
     open: dict[bytes, _Open] = field(default_factory=dict)
     next_offset: int | None = None
     packs: deque[tuple[int, str]] = field(default_factory=deque)

@@ -202,7 +202,7 @@ class StageChain:
         self._first.drain(partition)
 
     def on_dropped(self, partition: int) -> None:
-        """Forget a partition, and tell the later stages, which have one of their own."""
+        """Forget a partition, and notify the later stages, which have one of their own."""
         self._first.on_dropped(partition)
         self._unchecked.discard(partition)
         for handler in self._later:
