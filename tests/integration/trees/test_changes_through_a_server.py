@@ -29,6 +29,7 @@ from nearkin_shared.errors import QuotaExceeded
 from nearkin_shared.formats import upload_parts
 from nearkin_shared.formats.upload_parts import CopiedRange, PartsDecoder, PartsEncoder
 from nearkin_shared.limits import SEGMENT_BYTES_MAX
+from tests.support.checks.waiting import until
 from tests.support.servers.gateways import RunningGateway, embedded, running
 
 FILES, FILE_BYTES = 300, 3_000
@@ -289,6 +290,26 @@ def test_repeated_body_is_stored_once(
     refused = put_parts(gateway, encoded(body, size, digest=b"d" * 32), **headers)
     assert refused[:2] == (422, "idempotency-key-reused")
     assert [info.version for info in server.versions("home", all_versions=True)] == [1, 2, 3]
+
+
+def test_interrupted_body_stores_nothing(
+    gateway: RunningGateway, server: RemoteStore, source: Path, sent: list[bytes], tmp_path: Path
+) -> None:
+    """A client that dies within a body, even before its last byte, leaves no version; the next backup is complete."""
+    body = body_of(server, source, sent)
+    headers = {"Content-Type": upload_parts.PARTS_MEDIA_TYPE, "Nearkin-Base": "1"}
+    for length in (20, len(body) // 2, len(body) - 1):
+
+        def broken(stop: int = length) -> Iterator[bytes]:
+            yield body[:stop]
+            raise OSError("the client dies")
+
+        with gateway.client() as client, pytest.raises(OSError, match="the client dies"):
+            client.put("/v1/blobs/home", content=broken(), headers=headers)
+    until(lambda: not gateway.gateway.uploads.occupancy)
+    assert [info.version for info in server.versions("home", all_versions=True)] == [1, 2]
+    server.backup("home", [source])
+    check_restored(server, source, tmp_path / "target", 3)
 
 
 def test_whole_segments_are_not_read(

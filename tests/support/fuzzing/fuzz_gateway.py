@@ -24,12 +24,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote_from_bytes, unquote
 
+from blake3 import blake3
 from starlette.types import Message
 
 from nearkin.embedded.gateway_backend import embedded_gateway
 from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.app import THREADS_MAX, create_app, openapi_document, with_middleware
 from nearkin_gateway.server import make_gateway
+from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryKind, TreeEntry, encode_group
+from nearkin_shared.formats.tree_layout import GroupInfo, TreeSummary, encode_end, group_digest, tree_digest
+from nearkin_shared.formats.upload_parts import PARTS_MEDIA_TYPE, PartsEncoder
+from nearkin_shared.results import CONTENT_TYPE_TREE
 from tests.support.data.stores import SMALL
 from tests.support.servers.gateways import embedded
 
@@ -210,6 +215,26 @@ def _parse_request(line: str, *headers: str, body: bytes = b"") -> bytes:
     return "\n".join([line, *headers, "", ""]).encode() + body
 
 
+def _tree_and_parts() -> tuple[bytes, bytes]:
+    """Return a tree of one file, and a body of parts that copies half of the file."""
+    content = b"content of a file"
+    digest = blake3(content).digest(length=DIGEST_BYTES)
+    rows = [
+        TreeEntry(b"", b"", EntryKind.FOLDER, 0o700, 1, 2, 3, 4, 5, 0, 0, b"", b"", ()),
+        TreeEntry(b"", b"f", EntryKind.FILE, 0o600, 1, 2, 3, 4, 5, len(content), 0, digest, b"", ()),
+    ]
+    block = encode_group(rows)
+    group = GroupInfo(b"", b"", len(rows), len(block), len(content), group_digest(block))
+    end = encode_end(TreeSummary(root=b"/", entries=len(rows)), [group])
+    body = bytearray()
+    encoder = PartsEncoder(body.extend)
+    encoder.add_copy(0, 9)
+    encoder.add_data(content[9:] + block + end)
+    encoder.add_idle(3)
+    encoder.end(len(content + block + end), tree_digest(end))
+    return content + block + end, bytes(body)
+
+
 def requests() -> list[bytes]:
     """Return one or more requests for every route, most of them successful."""
     tus = "tus-resumable: 1.0.0"
@@ -268,6 +293,11 @@ def requests() -> list[bytes]:
         ),
         _parse_request("POST /logout", "cookie: nearkin=abc", body=b"csrf=1"),
         _parse_request("GET /ui/static/style.css", 'if-none-match: "x"'),
+    ]
+    tree, parts = _tree_and_parts()
+    found += [
+        _parse_request("PUT /v1/blobs/tree", f"x-nearkin-meta-content-type: {CONTENT_TYPE_TREE}", body=tree),
+        _parse_request("PUT /v1/blobs/tree", f"content-type: {PARTS_MEDIA_TYPE}", "nearkin-base: 1", body=parts),
     ]
     plain = ("stats", "workers", "scrub", "config", "reduction", "tenants", "growth", "pipeline", "dead", "audit", "gc")
     found += [_parse_request(f"GET /v1/{name}") for name in plain]
