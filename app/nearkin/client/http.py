@@ -151,7 +151,9 @@ class Call:
 
     def timeout(self) -> httpx.Timeout:
         """Return how long each step may take."""
-        return httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, read=SILENCE_SECONDS + self.patience_seconds)
+        write_seconds = SILENCE_SECONDS + (0.0 if self.upload is None else self.upload.patience_seconds)
+        read_seconds = SILENCE_SECONDS + self.patience_seconds
+        return httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, read=read_seconds, write=write_seconds)
 
 
 @frozen

@@ -82,7 +82,8 @@ def accept(
         {"wait": f"{wait_seconds:g}"},
         headers,
         upload=upload,
-        patience_seconds=wait_seconds,
+        # A source that cannot be read again cannot be sent again either, to ask for the end of the commit.
+        patience_seconds=wait_seconds if upload.is_rereadable else max(wait_seconds, commit_seconds),
         commit_seconds=commit_seconds,
     )
     if answer.status != 202:

@@ -23,6 +23,8 @@ from nearkin_shared.results import VersionInfo
 from nearkin_shared.validation import Progress, Source, normalize_source
 
 PIECE_BYTES = 1024 * 1024
+COPIED_BYTES_A_SECOND = 8 * 1024 * 1024
+"""Of ranges, which a gateway reads and passes on: a slow one on a shared machine."""
 RESUMES_MAX = 100
 """How often one download goes on after it broke; each time at least a byte has come."""
 
@@ -45,6 +47,9 @@ async def each_async(items: AsyncItems) -> AsyncIterator[tuple[str, AsyncSource]
 class Upload:
     """A source to upload, read again from its start if it can be, after a disconnect."""
 
+    patience_seconds: float = 0.0
+    """How long the gateway may be at work on ranges that it was sent, before it takes or answers more."""
+
     def __init__(self, source: AsyncSource, progress: Progress | None = None) -> None:
         self.idempotency_key: str = secrets.token_hex(16)
         self.digest: str = ""
@@ -62,10 +67,14 @@ class Upload:
         self.size_bytes: int | None = self._known_bytes()
 
     @property
+    def is_rereadable(self) -> bool:
+        """Return whether the source can be read again from its start."""
+        return self._stream is None and (isinstance(self._source, Path | bytes) or self._start is not None)
+
+    @property
     def repeatable(self) -> bool:
         """Return whether it may be sent once more."""
-        rereadable = self._stream is None and (isinstance(self._source, Path | bytes) or self._start is not None)
-        return rereadable or not self._touched
+        return self.is_rereadable or not self._touched
 
     def headers(self) -> dict[str, str]:
         """Return the request headers: with a size the gateway can refuse before any byte is sent."""
@@ -174,10 +183,11 @@ class Upload:
 class PartsUpload(Upload):
     """A body of parts, with ranges of an earlier version."""
 
-    def __init__(self, source: Source, base: int) -> None:
-        """`base`: the version of the same key."""
+    def __init__(self, source: Source, base: int, base_bytes: int) -> None:
+        """`base`: the version of the same key, of `base_bytes`."""
         super().__init__(source)
         self._base = base
+        self.patience_seconds = base_bytes / COPIED_BYTES_A_SECOND
 
     def headers(self) -> dict[str, str]:
         """Return the request headers."""

@@ -68,7 +68,8 @@ class RemoteStore(GatewayCalls):
 
         The caller verifies the digest of the result. Raises BaseUnusable, and as `put` does.
         """
-        return self._hold(requests.put(key, upload, metadata, None, self._commit_seconds))
+        commit_seconds = self._commit_seconds + upload.patience_seconds
+        return self._hold(requests.put(key, upload, metadata, None, commit_seconds))
 
     def open_range(self, info: VersionInfo, start: int, stop: int) -> RemoteBlob:
         """Return the bytes [start, stop) of a version that `info` described."""

@@ -125,7 +125,7 @@ def _send_changes(
     stream = BytePipe(write, "tree")
     try:
         body = stream.read_ahead(AHEAD_BYTES_MAX)  # sent again where the connection breaks
-        upload = PartsUpload(cast("BinaryIO", stream) if body is None else body, base.version)
+        upload = PartsUpload(cast("BinaryIO", stream) if body is None else body, base.version, base.size_bytes)
         result = store.put_parts(key, upload, metadata_of(options))
     finally:
         stream.close()

@@ -66,4 +66,4 @@ def test_backup_sends_changes_through_the_pipeline(gateway: RunningGateway, tmp_
         assert blake3(server.get("tree").read()).hexdigest() == result.put.info.digest.removeprefix("blake3:")
         foreign.put("tree", b"of another tenant")
         with pytest.raises(BaseUnusable, match="Nearkin-Base 2: key 'tree' has no such tree"):
-            foreign.put_parts("tree", PartsUpload(b"", 2), {})
+            foreign.put_parts("tree", PartsUpload(b"", 2, 0), {})

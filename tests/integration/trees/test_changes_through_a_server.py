@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import nearkin
+from nearkin.client import http, requests
 from nearkin.client.streaming import PartsUpload
 from nearkin.client.sync import RemoteStore
 from nearkin.store import open_store
@@ -310,6 +311,28 @@ def test_interrupted_body_stores_nothing(
     assert [info.version for info in server.versions("home", all_versions=True)] == [1, 2]
     server.backup("home", [source])
     check_restored(server, source, tmp_path / "target", 3)
+
+
+@pytest.mark.parametrize("ahead_bytes", [1000, 1 << 20])
+def test_slow_commit_is_awaited(
+    ahead_bytes: int, server: RemoteStore, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit that takes longer than a connection may be silent ends no backup, streamed or sent again."""
+    server.backup("home", [source])
+    (source / "large").write_bytes(os.urandom(LARGE_BYTES // 10))
+    feed = SplicedTree.feed
+
+    def feed_late(tree: SplicedTree, *arguments: Any) -> bytes:
+        time.sleep(2.5)
+        return feed(tree, *arguments)
+
+    monkeypatch.setattr(SplicedTree, "feed", feed_late)
+    monkeypatch.setattr(remote_trees, "AHEAD_BYTES_MAX", ahead_bytes)
+    monkeypatch.setattr(http, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(requests, "WAIT_SECONDS", 0.1)
+    result = server.backup("home", [source])
+    assert result.put is not None
+    assert (result.put.info.version, result.counts.unchanged_files) == (2, FILES + 1)
 
 
 def test_whole_segments_are_not_read(
