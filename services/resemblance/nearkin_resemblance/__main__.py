@@ -1,6 +1,6 @@
 """Run the resemblance service: `python -m nearkin_resemblance`."""
 
-from nearkin_resemblance.handler import resemblance_work
+from nearkin_resemblance.handler import resemblance_handler
 from nearkin_shared.kafka.relay_handler import StatelessStageHandler
 from nearkin_shared.kafka.stage_parts import ConnectOutbox, PipelineStage, stage_part
 from nearkin_shared.kafka.worker import Context, command
@@ -8,8 +8,8 @@ from nearkin_shared.kafka.worker import Context, command
 
 def handler(context: Context, connect_outbox: ConnectOutbox) -> StatelessStageHandler:
     """Return the handler of topic `fresh`."""
-    work = resemblance_work(context.lanes(), context.current, context.objects.inner)
-    return StatelessStageHandler(context.settings, "resemblance", "paired", work, connect_outbox())
+    lanes, objects = context.lanes(), context.objects.inner
+    return resemblance_handler(context.settings, lanes, context.current, objects, connect_outbox())
 
 
 STAGE = PipelineStage("resemblance", "fresh", handler)

@@ -14,18 +14,21 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NotFound
 from nearkin_shared.formats.message import UndecodedMessage, encode_paired
 from nearkin_shared.formats.message_batches import read_fresh
+from nearkin_shared.kafka.outbox_port import StageOutbox
 from nearkin_shared.kafka.payload_reader import PayloadReader
-from nearkin_shared.kafka.relay_handler import OutgoingMessage, Work
+from nearkin_shared.kafka.relay_handler import OutgoingMessage, StatelessStageHandler, Work
 from nearkin_shared.kafka.tenant_context import TenantContexts
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.pipeline.batched import run_stage_batched
 from nearkin_shared.types import FreshBatch, Locations, PairedBatch
 
 
-def resemblance_work(lanes: TenantContexts, current: Callable[[], Settings], objects: ObjectStore) -> Work:
+def resemblance_work(
+    lanes: TenantContexts, current: Callable[[], Settings], objects: ObjectStore, *, looks_up: bool = True
+) -> Work:
     """Return the resemblance stage's work, with the algorithm that is set at the time.
 
-    `objects` have the packs of references.
+    `objects` have the packs of references. Without `looks_up`, the delta stage requests all base candidates.
     """
     made: tuple[Settings, ResemblanceStage] | None = None
     reader = PayloadReader(objects)
@@ -34,7 +37,7 @@ def resemblance_work(lanes: TenantContexts, current: Callable[[], Settings], obj
         nonlocal made
         settings = current()
         if made is None or made[0] is not settings:
-            made = settings, ResemblanceStage(settings)
+            made = settings, ResemblanceStage(settings, looks_up=looks_up)
         stage = made[1]
         found = [_without_pairs(message, stage.sketch.name, settings) for message in messages]
         readable: list[tuple[int, UndecodedMessage]] = []
@@ -64,3 +67,20 @@ def _without_pairs(message: UndecodedMessage, sketch: str, settings: Settings) -
         bases=Locations.empty(count),
         base_rank=np.zeros(count, np.uint8),
     )
+
+
+def resemblance_handler(
+    settings: Settings,
+    lanes: TenantContexts,
+    current: Callable[[], Settings],
+    objects: ObjectStore,
+    outbox: StageOutbox,
+) -> StatelessStageHandler:
+    """Return the handler of topic `fresh`.
+
+    A delta stage of the same process would at once repeat the lookup for every chunk without a candidate: it alone
+    looks up.
+    """
+    looks_up = "delta" not in outbox.stages_in_memory
+    work = resemblance_work(lanes, current, objects, looks_up=looks_up)
+    return StatelessStageHandler(settings, "resemblance", "paired", work, outbox)

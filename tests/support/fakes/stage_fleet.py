@@ -14,7 +14,7 @@ from nearkin_chunker.handler import ChunkerHandler
 from nearkin_dedup.handler import dedup_work
 from nearkin_delta import handler as delta_handler
 from nearkin_delta.handler import DeltaHandler
-from nearkin_resemblance.handler import resemblance_work
+from nearkin_resemblance.handler import resemblance_handler
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.formats.message import End, Placed, decode
@@ -116,11 +116,13 @@ class Fleet:
         def relay(stage: str, following: str, work: Any) -> Callable[[Callable[[], StageOutbox]], Handler]:
             return lambda connect: StatelessStageHandler(SETTINGS, stage, following, work, connect())
 
-        resemblance = resemblance_work(tenants, lambda: SETTINGS, self.objects)
+        def resemblance(connect: Callable[[], StageOutbox]) -> Handler:
+            return resemblance_handler(SETTINGS, tenants, lambda: SETTINGS, self.objects, connect())
+
         return [
             ChainLink("chunker", "frames", self.chunker_of(stage_of)),
             ChainLink("dedup", "segments", relay("dedup", "fresh", dedup_work(SETTINGS, tenants))),
-            ChainLink("resemblance", "fresh", relay("resemblance", "paired", resemblance)),
+            ChainLink("resemblance", "fresh", resemblance),
             ChainLink("delta", "paired", self.delta_of),
         ]
 

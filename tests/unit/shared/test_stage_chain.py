@@ -15,6 +15,7 @@ from nearkin.workers.pipeline import STAGES
 from nearkin_shared.config.pipeline_stages import FUSED, stage_group, stage_groups
 from nearkin_shared.errors import ConfigError, StoreUnavailable
 from nearkin_shared.formats.message import End, Envelope, Frame, Placed, encode
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted
 from nearkin_shared.kafka.dead_letters import IN_MEMORY_HEADER
 from nearkin_shared.kafka.earlier_messages import EarlierMessages
@@ -22,6 +23,7 @@ from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuth
 from nearkin_shared.kafka.stage_chain import chain
 from nearkin_shared.kafka.stage_parts import parts_of
 from nearkin_shared.storage.staged_packs import UploadAttempt, put_pack, refer
+from nearkin_shared.types import U64, Bools, Locations
 from tests.support.fakes.stage_fleet import SETTINGS, Fleet, KafkaFake, indexed_tenants
 
 CONTENT = text_like(3_000_000, 4) + random_bytes(700_000, 5)
@@ -128,6 +130,36 @@ def test_earlier_messages_go_first_after_an_assignment(fleet: Fleet) -> None:
     worker.on_assigned(0, "")
     worker.handle(frames()[2:3])
     assert earlier.waited == [0, 0]
+    worker.close()
+
+
+@pytest.mark.parametrize("is_chained", [True, False])
+def test_super_features_are_looked_up_once_in_a_chain(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, is_chained: bool
+) -> None:
+    """In one process the delta stage alone looks up super-features; apart, it repeats the lookups without candidate."""
+    asked, stored = list[int](), LmdbIndex.locate_ranks
+
+    def counted(self: LmdbIndex, sketch: str, super_features: U64) -> tuple[Locations, Bools]:
+        asked.append(len(super_features))
+        return stored(self, sketch, super_features)
+
+    monkeypatch.setattr(LmdbIndex, "locate_ranks", counted)
+    links = fleet.links()
+    if is_chained:
+        worker = fleet.chained(links)
+    else:
+        worker, behind = fleet.chained(links[:3]), fleet.chained(links[3:])
+    worker.handle(frames())
+    worker.drain(0)
+    if not is_chained:
+        paired = [value for outbox in fleet.outboxes for name, value in outbox.sent if name == "paired"]
+        behind.handle([Record("paired", 0, at, BLOB, value, {}, ()) for at, value in enumerate(paired)])
+        behind.drain(0)
+        behind.close()
+    chunks = sum(one.ledger.chunks for one in fleet.placed() if isinstance(one, Placed))
+    assert chunks > 300
+    assert sum(asked) == chunks * (1 if is_chained else 2)
     worker.close()
 
 
