@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 import nearkin
 from nearkin.client import http, requests
 from nearkin.client.streaming import PartsUpload
 from nearkin.client.sync import RemoteStore
+from nearkin.embedded.gateway_backend import EmbeddedIngest
 from nearkin.store import open_store
 from nearkin.trees import remote_trees, tree_sinks
 from nearkin.trees.backup import TreeBackup
@@ -397,3 +399,36 @@ def test_copied_bytes_count_for_the_quota(tmp_path: Path, source: Path, monkeypa
             sent = {"Content-Type": upload_parts.PARTS_MEDIA_TYPE, "Nearkin-Base": "1"}
             answer = client.put("/v1/blobs/home", content=b"", headers=sent)
         assert (answer.status_code, answer.json()["type"]) == (403, "urn:nearkin:problem:missing-scope")
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_backend_without_ranges_gets_their_bytes(
+    is_damaged: bool,
+    gateway: RunningGateway,
+    server: RemoteStore,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in the pipeline: the gateway reads ranges, and a base that it cannot read makes the client send all bytes."""
+    monkeypatch.setattr(EmbeddedIngest, "takes_ranges", False)
+    server.backup("home", [source])
+    change(source)
+    put_late = RemoteStore.put_parts
+
+    def put_after_damage(store: RemoteStore, *arguments: Any) -> Any:
+        for container in (tmp_path / "store" / "containers").rglob("*.nkc"):
+            container.unlink()
+        gateway.gateway.catalogue._containers.blocks.bound(0)  # or the gateway has all of so small a tree in memory
+        return put_late(store, *arguments)
+
+    if is_damaged:
+        monkeypatch.setattr(RemoteStore, "put_parts", put_after_damage)
+    result = server.backup("home", [source])
+    assert result.put is not None
+    assert (result.counts.read_bytes > LARGE_BYTES) == is_damaged
+    assert result.put.info.digest == f"blake3:{blake3(server.get('home').read()).hexdigest()}"
+    check_restored(server, source, tmp_path / "target")
+    found = put_parts(gateway, parts((0, 70), size_bytes=70))
+    assert found[:2] == ((409, "base-unusable") if is_damaged else (400, "bad-input"))
+    assert ("no such tree to copy from" if is_damaged else "is not a tree") in found[2]

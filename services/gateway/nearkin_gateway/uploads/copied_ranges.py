@@ -90,9 +90,9 @@ class PartsReceiver:
         """The last bytes of the result so far, as many as a footer has."""
 
     @property
-    def base_version(self) -> int:
-        """The version that ranges are copied of."""
-        return self._base.version
+    def base_version(self) -> int | None:
+        """The version that ranges are copied of; None for a backend that gets their bytes."""
+        return self._base.version if self._gateway.ingest.takes_ranges else None
 
     def result_digest(self, found: bytes) -> bytes:
         """Return the digest of the version, `found` that of all bytes that were passed on."""

@@ -117,8 +117,8 @@ class PartsDigest(Protocol):
     """An upload with ranges of a base."""
 
     @property
-    def base_version(self) -> int:
-        """The version that ranges are copied of."""
+    def base_version(self) -> int | None:
+        """The version that ranges are copied of; None for a backend that gets their bytes."""
 
     def result_digest(self, found: bytes) -> bytes:
         """Return the digest of the version, `found` that of all bytes that were passed on."""
