@@ -375,7 +375,14 @@ def config(names: tuple[str, ...], changes: tuple[str, ...], local: bool) -> Non
     nearkin --server http://127.0.0.1:8080 config --set features.algorithm=odess
     """
     from nearkin.cli.arguments import parse_changes
-    from nearkin.cli.config import chosen, local_settings, print_described_settings, print_settings, server_settings
+    from nearkin.cli.config import (
+        chosen,
+        local_settings,
+        print_described_settings,
+        print_index,
+        print_settings,
+        server_settings,
+    )
 
     session = current_session()
     described, patch = chosen(names) if names else None, parse_changes(changes)
@@ -387,6 +394,8 @@ def config(names: tuple[str, ...], changes: tuple[str, ...], local: bool) -> Non
         print_settings(session, rows)
     else:
         print_described_settings(session, rows, described)
+        if server is None and any(each.name.startswith("index.") for each in described):
+            print_index(session)
 
 
 @nearkin.command()

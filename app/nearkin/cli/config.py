@@ -106,6 +106,21 @@ def print_described_settings(session: Session, rows: SettingRows, settings: Sequ
     print_table(("setting", "value", "source", "takes", "effect"), lines, whole=("setting",))
 
 
+def print_index(session: Session) -> None:
+    """Print kind, memory and expected loss of the local store's index, if there is one."""
+    from nearkin.cli.output import describe_index, print_line
+
+    if session.as_json or session.load()[0].store is None:
+        return
+    try:
+        with session.open_folder() as store:
+            stats = store.stats()
+    except (NearkinError, OSError):
+        return
+    if stats.index is not None:
+        print_line(f"index: {describe_index(stats.index, stats.ledger.raw_chunks + stats.ledger.delta_chunks)}")
+
+
 def print_settings(session: Session, rows: SettingRows) -> None:
     """Print settings as a table or as JSON."""
     from nearkin.cli.output import print_json, print_table

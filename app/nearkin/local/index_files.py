@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from nearkin.local.index_location import IndexLocation
 from nearkin.local.index_recovery import IndexRecovery
 from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.storage import AUTO, SAMPLED
 from nearkin_shared.errors import IndexStale, IndexUnsafe, StoreUnavailable
 from nearkin_shared.index.lmdb.page_check import find_page_damage
 from nearkin_shared.index.lmdb.session_notes import write_damage_note
@@ -44,6 +45,12 @@ REBUILD_OUTDATED = (
 REBUILD_STALE = (
     "has an older state of the store (another machine wrote it since, or the store is a copy or was restored from one)"
 )
+REBUILD_OUTGROWN = "takes more than index.memory, and becomes one of the kind sampled"
+EXACT_SHARE = 1.0
+"""With `index.kind = "auto"` an exact index may take such a share of `index.memory`."""
+EXACT_BYTES_A_CHUNK, CHUNKS_A_CONTAINER = 170, 512
+"""To estimate the size of an index that is missing."""
+TAGS_NAME = "tags.nkt"
 SKIPPED_NAMED = 5
 """So many objects that an index rebuilt lacks are named, where no process asked for it."""
 _CHECKED_FOLDERS: set[Path] = set()
@@ -71,7 +78,11 @@ class IndexFiles:
         self._names = entry_names_of(objects)
         self._domain = domain
         self._recovery = recovery
+        self._all_containers = containers
         self._containers = containers.of(None)
+        self._is_auto = self._settings.kind == AUTO
+        self._exact_bytes_max = int(int(self._settings.memory) * EXACT_SHARE)
+        self._has_outgrown = False
 
     @property
     def are_missing(self) -> bool:
@@ -108,8 +119,25 @@ class IndexFiles:
             )
 
     def _make(self, folder: Path, *, read_only: bool = False, durable: bool = True) -> LmdbIndex:
-        """Open an index of the kind that is set."""
-        if self._settings.kind == "exact":
+        """Open an index of the kind that is set.
+
+        With `auto` of the kind that is in the folder, `exact` if there is none.
+        """
+        if not self._is_auto:
+            return self._make_kind(self._settings.kind, folder, read_only=read_only, durable=durable)
+        index = self._make_exact(folder, read_only=read_only, durable=durable)
+        try:
+            has_tablets = index.has_tablets
+        except BaseException:
+            index.close()
+            raise
+        if not has_tablets:
+            return index
+        index.close()
+        return self._make_kind(SAMPLED, folder, read_only=read_only, durable=durable)
+
+    def _make_kind(self, kind: str, folder: Path, *, read_only: bool = False, durable: bool = True) -> LmdbIndex:
+        if kind == "exact":
             return self._make_exact(folder, read_only=read_only, durable=durable)
         with interrupts_wait():
             from nearkin_shared.index.tablets.tablet_index import TabletIndex
@@ -120,7 +148,7 @@ class IndexFiles:
             self._domain,
             self._map_bytes,
             self._containers,
-            TabletOptions(int(self._settings.memory), is_sampled=self._settings.kind == "sampled"),
+            TabletOptions(int(self._settings.memory), is_sampled=kind == SAMPLED),
             read_only=read_only,
             durable=durable,
             names=self._names(),
@@ -154,6 +182,10 @@ class IndexFiles:
             token = self._location.give_token(index)
             index.mark_complete()
             self._location.publish_token(token)
+        elif self._is_auto and not index.has_tablets and index.used_bytes > self._exact_bytes_max:
+            index.close()
+            self._has_outgrown = True
+            return REBUILD_OUTGROWN
         elif self._location.is_external and index.has_pending_updates and self._recovery.names_lost_objects(index):
             # The store may be a copy from the middle of what the writer did that died: it has the index's token.
             index.close()
@@ -166,7 +198,7 @@ class IndexFiles:
         """Build an index next to the present one; return a report and the token for `install`."""
         fresh = self._location.fresh
         remove_tree(fresh)
-        index = self._make(fresh, durable=False)
+        index = self._make_kind(self._kind_to_build(), fresh, durable=False)
         try:
             token = self._location.give_token(index, renew=renew_token)
             report = self._recovery.rebuild(index, progress)
@@ -174,6 +206,16 @@ class IndexFiles:
         finally:
             index.close()
         return report, token
+
+    def _kind_to_build(self) -> str:
+        """Return the kind that suits what the store has."""
+        if not self._is_auto:
+            return self._settings.kind
+        is_sampled = self._has_outgrown or (self.folder / TAGS_NAME).is_file()
+        if not is_sampled:
+            chunks = len(self._all_containers.generations()) * CHUNKS_A_CONTAINER
+            is_sampled = chunks * EXACT_BYTES_A_CHUNK > self._exact_bytes_max
+        return SAMPLED if is_sampled else "exact"
 
     def install(self, token: str | None) -> None:
         """Replace the index, which no thread has open, by the one that was built."""

@@ -32,7 +32,8 @@ STORE_FOLDERS = (
 )
 ENCRYPTIONS = ("none", "aes-256-gcm")
 PAGE_CACHES = ("drop", "keep")
-INDEX_KINDS = ("exact", "tablets", "sampled")
+AUTO, SAMPLED = "auto", "sampled"
+INDEX_KINDS = (AUTO, "exact", "tablets", SAMPLED)
 OBJECT_CHECKSUMS = ("sha256", "crc64nvme", "none")
 
 
@@ -102,16 +103,16 @@ class IndexSettings:
 
     __pydantic_config__ = FORBID_OTHERS
 
-    kind: Annotated[str, NameChoice(INDEX_KINDS)] = "exact"
-    """Index of a local store. `exact`: all entries in a file, which should fit into free memory; `tablets`: 6 bytes of
-    memory a chunk, and chunks are found in the directories of their containers; for stores beyond some 40 GB of unique
-    data for each GB of free memory (docs/adr/0081); `sampled`: the same in `index.memory`, whatever the store holds, at
-    the price of some duplicates that are stored again (docs/adr/0084). A store that is opened for writing makes its
-    index again after a change from or to `exact`.
+    kind: Annotated[str, NameChoice(INDEX_KINDS)] = AUTO
+    """Index of a local store. `auto`: `exact` up to `index.memory`, then `sampled`. `exact`: all entries in a file,
+    which should fit into free memory; `tablets`: 6 bytes of memory a chunk, and chunks are found in the directories of
+    their containers (docs/adr/0081); `sampled`: the same within `index.memory`: above some 33 million chunks in 256 MiB
+    some duplicates are stored again (docs/adr/0084). A store that is opened for writing rebuilds its index after a
+    change from or to `exact`.
     """
     memory: Annotated[int, SizeRange(16 * MIB, 1024 * GIB)] = 256 * MIB
-    """Memory of an index of the kinds `tablets` and `sampled` for tags and directories. With `tablets` tags that need
-    more take more, and 8 MiB are left for directories.
+    """Memory of the index of a local store: with `exact` of the page cache, else for tags and directories. With
+    `tablets` tags that need more take more, and 8 MiB are left for directories. `nearkin stats` states what is used.
     """
     map_bytes: Annotated[int, SizeRange(16 * MIB, 16 * 1024 * GIB)] = 64 * GIB
     """Maximum size of a local index: about 170 bytes a chunk, or 80 in the kinds `tablets` and `sampled`."""

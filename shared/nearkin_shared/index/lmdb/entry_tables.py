@@ -24,6 +24,8 @@ from nearkin_shared.index.lmdb.sorted_run_table import FeatureShape, KeyShape, S
 from nearkin_shared.results import IndexReport
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, Bools, Locations
 
+TABLETS_MARKER = b" tablets"
+"""Ends the marker of an index of the kind `tablets` or `sampled`."""
 Rows = Callable[[str], Iterator[tuple[U8, Locations]]]
 """Yields (keys, locations) of a table, in transactions of its own."""
 Portion = tuple[bytes, U8, Locations]

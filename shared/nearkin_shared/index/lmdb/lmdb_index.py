@@ -31,7 +31,7 @@ from nearkin_shared.index.lmdb.entry_encoding import (
     marks_under,
     rows_of,
 )
-from nearkin_shared.index.lmdb.entry_tables import SHAPES, EntryTables, ExactTables
+from nearkin_shared.index.lmdb.entry_tables import SHAPES, TABLETS_MARKER, EntryTables, ExactTables
 from nearkin_shared.index.lmdb.environments import damage_error
 from nearkin_shared.index.lmdb.lmdb_catalog import NO_MARKS, LmdbCatalog
 from nearkin_shared.index.lmdb.lmdb_removal import RemovalLookup, removals_by_table
@@ -281,6 +281,12 @@ class LmdbIndex(LmdbCatalog):
         """Return whether the index has an older format, or was made under other names."""
         with self._reading() as txn:
             return txn.get(b"complete", db=self._meta) not in (None, self._complete_marker)
+
+    @property
+    def has_tablets(self) -> bool:
+        """Return whether it was completed with the tables of `tablets` and `sampled`."""
+        with self._reading() as txn:
+            return bool(txn.get(b"complete", b"", db=self._meta).endswith(TABLETS_MARKER))
 
     def mark_complete(self) -> None:
         """Record that the index has all entries of the store."""

@@ -112,8 +112,18 @@ class LmdbTransactions:
         LMDB maps the whole file: of a large index most pages would count as memory of this process after a while.
         """
         with self._in_use() as shared:  # not closed meanwhile: the addresses would be reused
-            if (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"] > file_bytes_max:
+            if self._used_bytes > file_bytes_max:
                 release_file_pages(shared.file)
+
+    @property
+    def used_bytes(self) -> int:
+        """Return the bytes of the pages in use."""
+        with self._in_use():
+            return self._used_bytes
+
+    @property
+    def _used_bytes(self) -> int:
+        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def _error_of(self, err: lmdb.Error) -> StoreUnavailable:
         """Return the error for a failed transaction.

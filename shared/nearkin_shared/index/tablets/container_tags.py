@@ -207,6 +207,14 @@ class ContainerTags:
             return None
         return int(self._ids[number + 1]) or None
 
+    def neighbours(self, container: int) -> list[int]:
+        """Return the containers published before and after one, if they are still there."""
+        number = self._number(container)
+        if number is None:
+            return []
+        ids = self._ids[max(0, number - 1) : min(self._count, number + 2)].tolist()
+        return [found for found in ids if found not in (0, container)]
+
     def mark_stable(self, containers: Collection[int]) -> None:
         """Note that a batch found names in containers."""
         for container in containers:

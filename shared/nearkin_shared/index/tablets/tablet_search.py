@@ -83,15 +83,15 @@ class TabletSearch:
             if container not in named or not self.found[own].all():
                 self._match(container, np.flatnonzero(~self.found))
 
-    def follow(self, successor: Callable[[int], int | None]) -> None:
-        """Ask the containers after those where keys were found."""
-        waiting = deque(successor(hit) for hit in self.hits)
+    def follow(self, neighbours: Callable[[int], Collection[int]]) -> None:
+        """Ask the containers next to those where keys were found."""
+        waiting = deque(container for hit in self.hits for container in neighbours(hit))
         while waiting and not self.found.all():
             container = waiting.popleft()
-            if container is None or container in self._tried:
+            if container in self._tried:
                 continue
             if self._match(container, np.flatnonzero(~self.found)):
-                waiting.appendleft(successor(container))
+                waiting.extendleft(neighbours(container))
 
     def _match(self, container: int, rows: Rows) -> bool:
         """Look for keys in a container; return whether any is there."""

@@ -32,7 +32,7 @@ import numpy as np
 from nearkin_shared.errors import PermanentError
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.index.container_entries import ContainerEntries
-from nearkin_shared.index.lmdb.entry_tables import SHAPES, EntryTables, Portion, Rows, add_features
+from nearkin_shared.index.lmdb.entry_tables import SHAPES, TABLETS_MARKER, EntryTables, Portion, Rows, add_features
 from nearkin_shared.index.lmdb.environments import damage_error
 from nearkin_shared.index.lmdb.lmdb_removal import Removals, find_keys, is_removed
 from nearkin_shared.index.lmdb.sorted_run_table import SortedRuns
@@ -94,7 +94,7 @@ class TabletOptions:
 class TabletTables(EntryTables):
     """Chunks and segments by tag; super-features in sorted runs."""
 
-    marker = b" tablets"
+    marker = TABLETS_MARKER
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class TabletTables(EntryTables):
         else:
             named = champions(containers, len(keys))
             search.ask_for_all(tags.in_order(named.union(recent.containers)), named, rows, containers)
-            search.follow(tags.successor)
+            search.follow(tags.neighbours)
         if recent is not None and self._options.is_sampled:
             tags.mark_stable(search.hits)
             for container in search.hits:
