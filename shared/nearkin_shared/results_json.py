@@ -231,7 +231,7 @@ def _index_from(value: object) -> IndexReport:
 
     fields = _object(value, "index")
     memory_bytes = None if fields.get("memory_bytes") is None else _count(fields, "memory_bytes")
-    return IndexReport(str(fields.get("kind")), memory_bytes, _number(fields, "missed_share"))
+    return IndexReport(_get(fields, "kind", str), memory_bytes, _number(fields, "missed_share"))
 
 
 def gc_json(report: GcReport) -> dict[str, object]:

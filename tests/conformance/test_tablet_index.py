@@ -33,7 +33,7 @@ from tests.support.conformance.index_contract import (
 )
 from tests.support.data import samples
 
-CONTAINERS = 20
+CONTAINERS = 60
 
 
 Kinds = pytest.mark.parametrize(
@@ -215,7 +215,8 @@ def test_damaged_snapshot_is_read_from_directories(
     shelf.reads.clear()
     index = ShelvedIndex(tmp_path / "index", shelf, options=options)
     assert not index.locate_chunks(chunk_names("zz"))[1].any()
-    assert shelf.reads == []
+    index._tablet_tables.tablets.close()  # waits for what is read ahead
+    assert len(shelf.reads) <= (RECENT_MAX + 2 if options.is_sampled else 0) < CONTAINERS
     index.close()
 
 
@@ -440,11 +441,11 @@ def test_more_memory_finds_all_again(tmp_path: Path, is_sampled: bool) -> None:
 def test_hooks_of_found_containers_go_first(tmp_path: Path) -> None:
     """A container in which a batch found names needs fewer hooks."""
     index = ShelvedIndex(tmp_path / "index", Shelf(), options=TabletOptions(is_sampled=True))
-    fill(index)
+    fill(index, 20)
     for number in range(5, 10):
         assert index.locate_chunks(names_of(number))[1].all()
     hooks = index.tags.hooks
-    assert hooks.raise_lowest(np.ones(CONTAINERS, np.bool_))
+    assert hooks.raise_lowest(np.ones(20, np.bool_))
     assert np.flatnonzero(hooks.levels).tolist() == [5, 6, 7, 8, 9]
     index.close()
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from nearkin.cli.commands import nearkin
 from nearkin.local import index_files
 from nearkin.store import Store, open_store
-from nearkin_shared.index.tablets import hook_levels
+from nearkin_shared.index.tablets import hook_levels, tablet_search
 from tests.support.data.samples import noise
 from tests.support.data.stores import settings
 
@@ -89,6 +89,7 @@ def test_kind_that_is_set_replaces_the_present_one(tmp_path: Path, caplog: pytes
 def test_missed_duplicates_are_stored_as_deltas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scattered part of an old version has no hook in any batch: its chunks are found by resemblance."""
     monkeypatch.setattr(hook_levels, "LEVEL_FIRST", 15)
+    monkeypatch.setattr(tablet_search, "RECENT_MAX", 2)
     with opened(tmp_path, kind="sampled") as store:
         for number in range(12):
             store.put("filler", noise(5_000_000, f"filler {number}").tobytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from nearkin.store import open_store
 from nearkin_shared import results_json
+from nearkin_shared.results import IndexReport
 from tests.support.data.samples import noise
 
 
@@ -73,6 +75,17 @@ def test_fields_of_a_later_nearkin_are_ignored(results: dict[str, Any]) -> None:
     assert results_json.stats_from({**results_json.stats_json(results["stats"]), "later": [1]}) == results["stats"]
 
 
+def test_report_of_an_index_is_read_and_checked(results: dict[str, Any]) -> None:
+    """A server has none, and one of before states none."""
+    written = through_text(results_json.stats_json(replace(results["stats"], index=IndexReport("sampled", 77, 0.25))))
+    assert results_json.stats_from(written).index == IndexReport("sampled", 77, 0.25)
+    assert results_json.stats_from({**written, "index": None}).index is None
+    assert results_json.stats_from({name: part for name, part in written.items() if name != "index"}).index is None
+    for wrong in ({"kind": 3}, {"memory_bytes": -1}, {"missed_share": "x"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            results_json.stats_from({**written, "index": {**written["index"], **wrong}})
+
+
 READERS: list[tuple[str, Callable[[dict[str, Any]], object], Callable[[Any], object]]] = [
     ("info", lambda results: results_json.info_json(results["info"]), results_json.info_from),
     ("put", lambda results: results_json.put_json(results["put"]), results_json.put_from),
@@ -87,7 +100,7 @@ def test_missing_or_wrong_field_is_refused(
     derived = {"reduction_ratio", "dedup_saved_bytes", "delta_saved_bytes", "compression_saved_bytes", "dcr", "dce"}
     derived |= {"policies", "metadata_bytes", "metadata_bytes_per_chunk", "metadata_bytes_per_fresh_chunk"}
     whole = through_text(write(results))
-    for field in set(whole) - derived - {"sha256", "retain_until", "source_changed"}:
+    for field in set(whole) - derived - {"sha256", "retain_until", "source_changed", "index"}:
         values: list[Any] = [None, -1, True, []]
         for wrong in (*values, "x" if not isinstance(whole[field], str) or field == "created" else 7):
             with pytest.raises(ValueError, match=r"."):

@@ -22,7 +22,10 @@ from nearkin.store import Store
 from nearkin_shared.config.loader import load
 from nearkin_shared.errors import PermanentError
 from nearkin_shared.index.tablets import hook_levels
+from nearkin_shared.limits import MIB
 
+TARGET_BYTES = MIB
+"""Of containers: small ones, so that the stores have many."""
 LEVELS = (4, 6, 8)
 """Levels of hooks: one in 16, 64 and 256 tags."""
 
@@ -80,7 +83,7 @@ def _measure(corpus: Corpus, level: int | None, root: Path) -> tuple[LossFigures
     """Return the figures of one store, and the number of duplicate chunks that it found."""
     kind = "exact" if level is None else "sampled"
     figures = LossFigures(corpus.name, kind, 1 << (level or 0))
-    settings, _ = load(overrides={"index": {"kind": kind}})
+    settings, _ = load(overrides={"index": {"kind": kind}, "container": {"target_bytes": TARGET_BYTES}})
     for source in corpus.paths:
         began = time.process_time()
         with nearkin.open_store(root, settings=settings, create=True) as store:

@@ -215,6 +215,11 @@ class ContainerTags:
         ids = self._ids[max(0, number - 1) : min(self._count, number + 2)].tolist()
         return [found for found in ids if found not in (0, container)]
 
+    def last(self, count: int) -> list[int]:
+        """Return the containers published last."""
+        ids: list[int] = self._ids[max(0, self._count - count) : self._count].tolist()
+        return [container for container in ids if container]
+
     def mark_stable(self, containers: Collection[int]) -> None:
         """Note that a batch found names in containers."""
         for container in containers:

@@ -10,7 +10,7 @@ Invariant: a key is found only where a tablet has it whole; a key that is found 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,8 @@ from nearkin_shared.types import U8, U64, Bools, Locations
 
 CHAMPIONS_MIN, KEYS_A_CHAMPION = 16, 64
 """So many containers, or one for so many keys, are opened for the hooks of a batch."""
-RECENT_MAX = 8
+RECENT_MAX = 32
+"""Containers that are asked for what hooks did not find."""
 
 TabletOf = Callable[[int], Tablet | None]
 Rows = NDArray[np.int64]
@@ -39,11 +40,12 @@ class RecentContainers:
     def __init__(self) -> None:
         self._containers: OrderedDict[int, None] = OrderedDict()
 
-    def note(self, container: int) -> None:
-        """Put a container first."""
-        self._containers[container] = None
-        self._containers.move_to_end(container)
-        if len(self._containers) > RECENT_MAX:
+    def note_many(self, containers: Iterable[int]) -> None:
+        """Note the last containers, the very last one at the end."""
+        for container in containers:
+            self._containers[container] = None
+            self._containers.move_to_end(container)
+        while len(self._containers) > RECENT_MAX:
             self._containers.popitem(last=False)
 
     @property

@@ -40,7 +40,7 @@ from nearkin_shared.index.tablets import hook_levels
 from nearkin_shared.index.tablets.container_tags import BYTES_A_TAG, ContainerTags
 from nearkin_shared.index.tablets.hook_levels import HookLevels
 from nearkin_shared.index.tablets.tablet_cache import CachePolicy, Tablet, TabletCache, words_of
-from nearkin_shared.index.tablets.tablet_search import RecentContainers, TabletOf, TabletSearch, champions
+from nearkin_shared.index.tablets.tablet_search import RECENT_MAX, RecentContainers, TabletOf, TabletSearch, champions
 from nearkin_shared.index.tablets.tag_snapshot import TagSnapshot, read_snapshot, write_snapshot
 from nearkin_shared.kernels.tag_table import FILTER_BITS_MAX, tag_mixes
 from nearkin_shared.limits import MIB
@@ -174,6 +174,8 @@ class TabletTables(EntryTables):
         tags = ContainerTags(options.filter_bits, snapshot, bytes_max=bytes_max, level=options.level)
         self._unsaved = 0
         self._update(txn, tags)
+        for recent in self._recent.values():  # as if this process had published them
+            recent.note_many(tags.last(RECENT_MAX))
         return tags
 
     @property
@@ -255,8 +257,7 @@ class TabletTables(EntryTables):
             search.follow(tags.neighbours)
         if recent is not None and self._options.is_sampled:
             tags.mark_stable(search.hits)
-            for container in search.hits:
-                recent.note(container)
+            recent.note_many(search.hits)
         return search.locations, search.found
 
     def _chunk_tablet(self, container: int) -> Tablet | None:
@@ -354,7 +355,7 @@ class TabletTables(EntryTables):
         tags.put(container, np.concatenate([name_tags[is_new], segment_tags[is_new_segment]]))
         if not tags.hooks.are_zero:
             for recent in self._recent.values():
-                recent.note(container)
+                recent.note_many([container])
         return bool(is_known and (is_new.any() or is_new_segment.any()))
 
     def _is_found(self, tags: ContainerTags, container: int, keys: U8, key_tags: U64, tablet_of: TabletOf) -> Bools:
