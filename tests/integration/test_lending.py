@@ -266,3 +266,18 @@ def test_rows_that_leave_their_block_are_refused() -> None:
     BufferLeases(plan, take).use(blocks, [0], [np.zeros(15, np.uint8)])
     with pytest.raises(BadInput, match="leaves buffer 0 of 14 bytes"):
         BufferLeases(plan, take).use(blocks, [0], [np.zeros(14, np.uint8)])
+
+
+@pytest.mark.parametrize("needed", [1, 2])
+def test_block_is_leased_if_half_of_it_is_needed(needed: int) -> None:
+    """A put that looks at slices of many merged blocks keeps the slices, not the blocks."""
+    rows = np.zeros(needed, CHUNK_ROW)
+    rows["lengths"] = rows["encoded"] = 30
+    rows["positions"] = 30 * np.arange(needed)
+    plan = ReadPlan(Locations(np.full(needed, 7, np.uint64), np.arange(needed, dtype=np.uint32)), rows)
+    leases = BufferLeases(plan, lambda size_bytes: np.zeros(size_bytes, np.uint8))
+    block = np.arange(90, dtype=np.uint8)
+    leases.use(by_block(plan, np.arange(needed)), [0], [block])
+    pieces = leases.finish(np.zeros(0, np.intp), np.zeros(0, np.uint8))
+    assert bytes_of(pieces) == [bytes(block[30 * row : 30 * row + 30]) for row in range(needed)]
+    assert any(buffer is block for buffer in pieces.buffers) == (needed == 2)
