@@ -38,6 +38,9 @@ PREFIX_BASES_MAX = 4096
 SPAN_BYTES_MAX = 4 * MIB
 """A patch block closes after this many bytes of the stream (of a batch, its fresh bytes): its chunks and their bases
 are then near each other, and a restore needs the blocks one after another."""
+MERGED_SPAN_BYTES_MAX = 512 * KIB
+"""The same for the fresh bytes of a batch with bases in merged blocks: one such block holds the versions of 512 KiB of
+a stream in 4 MiB, and a patch block that spans 4 MiB needs several chains of them before any of its chunks is read."""
 DEPTH_COSTS = 0.9
 """Bases must save a tenth of a block, or it is stored without them: no base is then ever read for it."""
 PLAIN_TRIED = 4
@@ -402,6 +405,11 @@ class BlockCloser:
         """Return a new block."""
         prefix = self._prefixes.take() if kind == container_layout.PATCH else None
         return OpenBlock(number, kind, depth, limit_bytes, self.room, prefix, self._last_chunk_bytes)
+
+    @property
+    def chunk_bytes_max(self) -> int:
+        """Return the bytes of the largest chunk of a stream."""
+        return self._last_chunk_bytes
 
     @property
     def is_synchronous(self) -> bool:

@@ -21,7 +21,14 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_delta.block_encoder import SPAN_BYTES_MAX, BlockCloser, ClosedBlock, Encoding, OpenBlock
+from nearkin_delta.block_encoder import (
+    MERGED_SPAN_BYTES_MAX,
+    SPAN_BYTES_MAX,
+    BlockCloser,
+    ClosedBlock,
+    Encoding,
+    OpenBlock,
+)
 from nearkin_delta.finished_container import FinishedContainer
 from nearkin_shared.config.reduction import BlockSettings, DeltaSettings
 from nearkin_shared.formats import container_layout
@@ -222,7 +229,7 @@ class ContainerBuilder:
             return Locations.empty()
         numbers = np.zeros(count, np.uint32)
         bases = None if fresh.prefixes is None else fresh.prefixes.validate()
-        windows = np.cumsum(fresh.encoded, dtype=np.int64) // SPAN_BYTES_MAX
+        windows = np.cumsum(fresh.encoded, dtype=np.int64) // self._span_bytes_max(fresh.prefixes)
         for depth in np.flatnonzero(np.bincount(fresh.depths)):
             rows = np.flatnonzero(fresh.depths == depth)
             ends = np.flatnonzero(np.diff(windows[rows])) + 1
@@ -241,6 +248,15 @@ class ContainerBuilder:
         self.chunks += count
         self._snapshot = None
         return Locations(np.full(count, self.container, np.uint64), ordinals)
+
+    def _span_bytes_max(self, prefixes: Prefixes | None) -> int:
+        """Return the bound on the span of a patch block within a batch with these bases.
+
+        A base longer than any chunk of a stream was joined from several: it is stored in a merged block.
+        """
+        if prefixes is None or int(prefixes.pieces.lengths.max(initial=0)) <= self._closer.chunk_bytes_max:
+            return SPAN_BYTES_MAX
+        return MERGED_SPAN_BYTES_MAX
 
     def _append(
         self, fresh: Encodings, bases: BaseRows | None, rows: NDArray[np.intp], depth: int, numbers: U32

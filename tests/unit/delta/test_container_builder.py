@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from nearkin_delta import container_builder as module
-from nearkin_delta.block_encoder import SPAN_BYTES_MAX, BlockCloser
+from nearkin_delta.block_encoder import LAST_CHUNK_BYTES, MERGED_SPAN_BYTES_MAX, SPAN_BYTES_MAX, BlockCloser
 from nearkin_delta.container_builder import ContainerBuilder, Encodings, Prefixes, new_container_id
 from nearkin_shared.config.reduction import BlockSettings, DeltaSettings
 from nearkin_shared.formats import container_layout
@@ -228,6 +228,23 @@ def test_sparse_patch_block_ends_after_a_gap_in_one_batch() -> None:
     made.add(far)
     numbers = made._block_numbers[1]
     assert numbers[0] != numbers[-1]
+
+
+@pytest.mark.parametrize("base_bytes", [LAST_CHUNK_BYTES, LAST_CHUNK_BYTES + 1])
+def test_patch_block_on_joined_bases_spans_less(base_bytes: int) -> None:
+    """A base longer than any chunk is in a merged block, of which a patch block needs few."""
+    made = ContainerBuilder(CONTAINER, samples.DOMAIN, SMALL, DeltaSettings(), container_layout.PATCH)
+    between = [60_000] * (MERGED_SPAN_BYTES_MAX // 60_000 + 1)
+    batch = fresh([1000, *between, 1000], [1, *(0 for _ in between), 1])
+    count = len(batch)
+    pieces = Pieces.of(samples.noise(base_bytes, "base"), np.zeros(2, np.uint64), np.full(2, base_bytes, np.uint32))
+    bounds = np.array([0, *(1 for _ in range(count - 1)), 2], np.uint32)
+    prefixes = Prefixes(bounds, batch.bases.take(np.array([0, count - 1])), pieces)
+    offsets = np.cumsum(batch.lengths, dtype=np.uint64) - batch.lengths
+    batch = replace(batch, which=np.zeros(count, np.int32), offsets=offsets, encoded=batch.lengths)
+    made.add(replace(batch, prefixes=prefixes, rest=np.full(count, 50, np.uint32)))
+    numbers = made._block_numbers[0]
+    assert (numbers[0] == numbers[-1]) == (base_bytes == LAST_CHUNK_BYTES)
 
 
 class Waiting(Executor):
