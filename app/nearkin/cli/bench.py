@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -304,24 +304,33 @@ def trees(peers: str | None, **given: Any) -> None:
 @click.option(
     "--kinds", metavar="NAME,...", default="exact,tablets", help="exact, tablets, sampled, tags [exact,tablets]."
 )
+@click.option(
+    "-c", "--corpus", "corpora", metavar="NAME|DIR,...", help="Put these in place of generated chunks; compare bytes."
+)
 @click.option("--core", metavar="N", type=click.IntRange(0, 4095), help="The core that all of it runs on [any].")
 @_work_option
 @json_option
-def index(chunks: str, kinds: str, core: int | None, work: Path | None) -> None:
+def index(chunks: str, kinds: str, corpora: str | None, core: int | None, work: Path | None) -> None:
     """Fill kinds of index with generated chunks: memory, disk, lookups, opening.
 
     nearkin bench index --chunks 1e6,1e7
     nearkin bench index --chunks 1e9 --kinds tags      # the tag table of `index.kind = "tablets"` alone
+    nearkin bench index --corpus botocore,rdb          # stored bytes by kind and share of hooks
 
     Prints a Markdown table, or with --json one line a row. `known`: names of a stream in the order of storing, new:
     names that no index has. Times are CPU microseconds of one chunk; those of `cold` are wall time, after the files
     of the index left the page cache.
     """
-    from nearkin.lab.suites import index_suite
+    from nearkin.lab.corpora import find_corpora
+    from nearkin.lab.suites import index_loss, index_suite
 
-    counts = [_count_of(word) for word in chunks.split(",")]
+    measured: Iterator[index_suite.IndexFigures | index_loss.LossFigures]
+    if corpora is None:
+        measured = index_suite.run([_count_of(word) for word in chunks.split(",")], kinds.split(","), core, work)
+    else:
+        measured = index_loss.run(find_corpora([corpora], None), core, work)
     rows = []
-    for figures in index_suite.run(counts, kinds.split(","), core, work):
+    for figures in measured:
         rows.append(figures)
         if current_session().as_json:
             click.echo(to_json(asdict(figures)))

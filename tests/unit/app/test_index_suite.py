@@ -9,9 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from nearkin.cli.commands import nearkin
-from nearkin.lab.suites import index_suite
+from nearkin.lab.suites import index_loss, index_suite
 from nearkin_shared.errors import BadInput, PermanentError
+from nearkin_shared.index.tablets import hook_levels
 from nearkin_shared.index.tablets.tablet_index import TabletIndex
+from tests.support.data.samples import noise
 
 
 def test_index_suite_measures_every_kind(tmp_path: Path) -> None:
@@ -55,6 +57,25 @@ def test_wrong_arguments_of_bench_index_are_named(arguments: list[str], complain
     assert ran.exit_code != 0
     assert isinstance(ran.exception, BadInput | SystemExit)
     assert complaint in ran.output + str(ran.exception)
+
+
+def test_loss_of_a_sampled_index_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By stored bytes, with every kind; versions are read back."""
+    monkeypatch.setattr(index_loss, "LEVELS", (6,))
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(2):
+        (corpus / str(number)).write_bytes(noise(2_000_000, "content").tobytes() + bytes([number]))
+    ran = CliRunner().invoke(nearkin, ["bench", "index", "--corpus", str(corpus), "--work", str(tmp_path), "--json"])
+    assert ran.exit_code == 0, ran.output
+    exact, full, sampled = (json.loads(line) for line in ran.output.splitlines())
+    assert [row["hooks_one_in"] for row in (exact, full, sampled)] == [1, 1, 64]
+    assert (exact["kind"], full["kind"], sampled["kind"]) == ("exact", "sampled", "sampled")
+    assert exact["chunks"] == full["chunks"] == sampled["chunks"] > 200
+    assert abs(full["more_stored_percent"]) < 0.1
+    assert exact["memory_bytes_a_chunk"] is None
+    assert sampled["memory_bytes_a_chunk"] < full["memory_bytes_a_chunk"]
+    assert hook_levels.LEVEL_FIRST == 0
 
 
 def test_wrong_answer_ends_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from nearkin.lab.measure import pin_to_core
+from nearkin.lab.suites.index_loss import LossFigures
 from nearkin_shared.errors import BadInput, PermanentError
 from nearkin_shared.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin_shared.index.container_entries import ContainerEntries
@@ -317,7 +318,7 @@ def _check_tags(names: U8) -> U64:
     return np.ascontiguousarray(names[:, 20:28]).view(np.uint64).ravel()
 
 
-def table_of(rows: Sequence[IndexFigures]) -> str:
+def table_of(rows: Sequence[IndexFigures | LossFigures]) -> str:
     """Return a Markdown table of figures."""
     columns = list(asdict(rows[0])) if rows else []
     lines = [f"| {' | '.join(name.replace('_', ' ') for name in columns)} |", "|" + "---|" * len(columns)]
