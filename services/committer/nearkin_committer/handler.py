@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from nearkin_committer.batch_commit import BatchCommits, CommittedVersion, ends_of
+from nearkin_committer.late_versions import take_back
 from nearkin_committer.open_blob import BlobName, OpenBlob, lacks_bytes
 from nearkin_committer.ready_blobs import ReadyBlobs
 from nearkin_committer.version_content import VersionContent, assemble_content, make_manifest, split_content
@@ -67,7 +68,6 @@ LOOKS = 10
 """Checks of the stages' lag in each such time: a lag may appear and disappear in between."""
 CLOCK_SKEW_US = CLOCK_SKEW_SECONDS_MAX * 1_000_000
 """A version older than its blob's start by more than this has another origin."""
-
 COMMITTING_SECONDS = 0.02
 """How long complete blobs are committed before further records are read: a blob of another tenant may be among them."""
 READY_BLOBS_MAX = 8192
@@ -433,7 +433,7 @@ class CommitterHandler:
             return
         problem = lane.collected.find_dangling(manifest.segments)
         if problem is not None:
-            self._manifests.delete(manifest.tenant, manifest.key, manifest.version)
+            take_back(self._manifests, lane.index, manifest)
             raise PermanentError(f"{problem}: the blob was in flight for too long (gc.grace_seconds); put it again")
 
     @staticmethod

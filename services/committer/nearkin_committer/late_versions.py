@@ -1,0 +1,30 @@
+"""Take back a version that became durable so late that its data may be collected.
+
+    tombstone, noted in the index before -> manifest deleted
+
+Invariant: the number of a version that was taken back is not given again. A GC run that has counted the references of
+manifests knows them by these numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.formats.tombstone import Mark, MarkKind
+from nearkin_shared.index.protocols import Index, MarkedVersion
+from nearkin_shared.objectstore.base import AlreadyExists
+from nearkin_shared.storage.manifests import ManifestStore
+
+WHO = "committer"
+
+
+def take_back(manifests: ManifestStore, index: Index, manifest: Manifest) -> None:
+    """Delete a manifest, and leave a tombstone. Idempotent. Raises RetryableError."""
+    tenant, key, version, now_us = manifest.tenant, manifest.key, manifest.version, time.time_ns() // 1000
+    mark = Mark(tenant, key, version, 1, MarkKind.DELETED, now_us, now_us, who=WHO)
+    index.mark_many([MarkedVersion(tenant, key, version, mark.sequence, manifests.takes_bytes(mark))])
+    with suppress(AlreadyExists):  # of an earlier delivery, or a caller deleted the version
+        manifests.put_mark(mark)
+    manifests.delete(tenant, key, version)
