@@ -69,6 +69,13 @@ class ClockRecords:
         found = self._records.holding(self.at, _ignore)
         return None if found is None else found[1]
 
+    def stamp(self) -> bytes:
+        """Return a value that differs after any change of the record, also to an earlier one.
+
+        Raises: Corrupt, StoreUnavailable.
+        """
+        return self._records.stamp()
+
     def at(self, sequence: int) -> int | None:
         """Return the time of one record. Raises NotFound, Corrupt, StoreUnavailable."""
         name = self.name(sequence)

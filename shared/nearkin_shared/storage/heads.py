@@ -76,6 +76,13 @@ class VersionHeads:
         newest = self._records.holding(self.at, _none)
         return Heads() if newest is None else newest[1]
 
+    def stamp(self) -> bytes:
+        """Return a value that differs after any change of the record, also to an earlier one.
+
+        Raises: Corrupt, StoreUnavailable.
+        """
+        return self._records.stamp()
+
     def _recent(self) -> Heads:
         """Return the heads, at most FRESH_SECONDS old."""
         with self._lock:

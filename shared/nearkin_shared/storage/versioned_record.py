@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from blake3 import blake3
+
 from nearkin_shared.errors import Corrupt, NotFound, StoreUnavailable
 from nearkin_shared.objectstore.base import AlreadyExists, ObjectStore
 from nearkin_shared.objectstore.delegating import record_key_of
@@ -81,6 +83,14 @@ class VersionedRecords:
             f"{self._folder}: the newest record was replaced during each of {READ_TRIES_MAX} reads; try again"
         )
 
+    def stamp(self) -> bytes:
+        """Return a value that differs after any change of the valid record, also to an earlier one.
+
+        Raises: Corrupt, StoreUnavailable.
+        """
+        found = self.holding(self.get, _unread)
+        return b"" if found is None else found[0].to_bytes(8) + blake3(found[1]).digest(16)
+
     def following(self, sequences: Iterable[int]) -> int:
         """Return the next sequence after these, 1 for none.
 
@@ -108,3 +118,7 @@ class VersionedRecords:
         """
         for sequence in sequences:
             self.objects.delete(self.name(sequence))
+
+
+def _unread(err: Corrupt) -> bytes:
+    raise err

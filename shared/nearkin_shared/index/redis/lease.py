@@ -62,6 +62,12 @@ class Lease:
         failpoint("lease.taken")
         return True
 
+    @property
+    def fence(self) -> int:
+        """Return the number of the lease that was taken: one more than that of the lease before."""
+        assert self._holder is not None
+        return int(self._holder.split(b":")[0])
+
     def check(self) -> None:
         """Raise LeaseLost unless the lease is held."""
         if _now() >= self._expires_at:
