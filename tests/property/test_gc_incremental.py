@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given
 from hypothesis import settings as runs
@@ -33,6 +32,7 @@ from nearkin_maintenance.gc.reference_counts import ReferenceCounts
 from nearkin_shared.config.storage import HYBRID, MARK_SWEEP
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
+from tests.support.checks.gc_removals import check_removals
 from tests.support.data.stores import SMALL, containers, manifests, settings
 from tests.support.fakes.clock import DAY, Clock
 
@@ -46,19 +46,6 @@ def opened(root: Path, clock: Clock, mode: str = HYBRID) -> Store:
         "index": {"map_bytes": MAP_BYTES},
     }
     return open_store(root, settings=settings(SMALL, changes), clock=clock, create=True)
-
-
-def check_removals(run: IncrementalPass, new: set[int], due: set[int]) -> None:
-    """Compare the removals of a pass with what marking all manifests finds at the same moment."""
-    store, manifest_store = run._containers, run._manifests
-    live = LiveSet(store, manifest_store, [name for name, _ in manifest_store.names()])
-    pending = {c for c, entry in run._store.pending_deletes.read().items() if entry.whole}
-    for removed, absent in ((due, due), (new, new | pending)):
-        remaining = [container for container, _ in store.ids() if container not in absent]
-        kept = live.transitive_closure(live.chunks, remaining)
-        for container in removed:
-            assert not live.segments.get(container, np.zeros(0, np.bool_)).any()
-            assert not kept.get(container, np.zeros(0, np.bool_)).any()
 
 
 @contextmanager

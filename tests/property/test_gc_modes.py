@@ -27,7 +27,7 @@ from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from nearkin_maintenance import ReferenceCounts
-from nearkin_maintenance.gc.gc_run import require_marking
+from nearkin_maintenance.gc.gc_run import require_service_mode
 from nearkin_maintenance.gc.ledger_rows import LedgerRows
 from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_shared.config.loader import with_changes
@@ -345,7 +345,8 @@ def test_unknown_mode_is_refused_with_the_known_ones() -> None:
 
 
 def test_services_with_another_mode_are_refused_by_name() -> None:
-    require_marking(settings().gc)
-    for mode in (HYBRID, REFCOUNT, EXPIRY):
-        with pytest.raises(ConfigError, match=r"gc\.mode.*mark-sweep"):
-            require_marking(settings({"gc": {"mode": mode}}).gc)
+    for mode in (MARK_SWEEP, HYBRID):
+        require_service_mode(settings({"gc": {"mode": mode}}).gc)
+    for mode in (REFCOUNT, EXPIRY):
+        with pytest.raises(ConfigError, match=r"gc\.mode.*mark-sweep.*hybrid"):
+            require_service_mode(settings({"gc": {"mode": mode}}).gc)

@@ -5,15 +5,19 @@ It rebuilds a lost index in Redis, scrubs the object store, runs garbage collect
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from nearkin.block_recoder import BlockRecoder
 from nearkin.local.index_recovery import super_features_of
 from nearkin_maintenance.domain_owners import DomainOwners
 from nearkin_maintenance.gc.blob_keys import BlobKeys
 from nearkin_maintenance.gc.erased_tenants import remaining_after
-from nearkin_maintenance.gc.gc_run import require_marking
+from nearkin_maintenance.gc.gc_run import require_service_mode
+from nearkin_maintenance.gc.gc_tables import GcTables
 from nearkin_maintenance.gc.gc_worker import GcWorker, GcWorkerPorts
 from nearkin_maintenance.optimize.compact import Rewriter
 from nearkin_maintenance.redis_index_recovery import recover_index
@@ -41,7 +45,7 @@ def start(context: Context) -> Callable[[], None]:
 
     One maintenance worker of the fleet rebuilds or collects at a time (a lease in Redis).
     """
-    require_marking(context.settings.gc)
+    require_service_mode(context.settings.gc)
     manifests = ManifestStore(context.objects)
 
     def fingerprinter(tenant: str) -> Fingerprinter:
@@ -94,6 +98,7 @@ def start(context: Context) -> Callable[[], None]:
             rewriter,
             forgetting,
             lambda finished: remaining_after(context.current(), finished),
+            GcTables(tables_folder(context.found.store_id), int(context.settings.index.map_bytes)),
         ),
     ).start()
 
@@ -105,6 +110,11 @@ def start(context: Context) -> Callable[[], None]:
         stop_rebuilding()
 
     return stop
+
+
+def tables_folder(store_id: str) -> Path:
+    """Return the folder of a store's GC tables, in the folder of temporary files (TMPDIR)."""
+    return Path(tempfile.gettempdir(), f"nearkin-gc-{os.geteuid()}", store_id)
 
 
 if __name__ == "__main__":

@@ -281,8 +281,9 @@ class GcSettings:
     mode: Annotated[str, NameChoice(GC_MODES)] = MARK_SWEEP
     """When a run marks, that is reads all manifests: `mark-sweep`: always; `hybrid`: after a week, in doubt, and once
     ended versions had added 2 % of the store; until then it frees whole containers by reading the changed keys alone
-    (docs/adr/0078); `refcount` or `expiry`: when they nominate containers, when a pending delete is due, or after a
-    week. Services support `mark-sweep` only.
+    (docs/adr/0078, 0085); `refcount` or `expiry`: when they nominate containers, when a pending delete is due, or
+    after a week. Services support `mark-sweep` and `hybrid`, which needs room in TMPDIR: 200
+    bytes a version, 100 a segment.
     """
     grace_seconds: Annotated[int, NumberRange(0, 315_360_000)] = 43_200
     """How long data are pending delete before they are deleted: longer than a restore takes, and twice as long as a

@@ -43,14 +43,16 @@ def pipeline(
     key_prefix: str,
     tmp_path: Path,
 ) -> Iterator[Pipeline]:
+    chosen = getattr(request, "param", {})
     config = {
-        **getattr(request, "param", {}),
+        **chosen,
         "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": topic_prefix, "partitions": 2},  # type: ignore[attr-defined]
         "redis": {"url": redis.url, "prefix": key_prefix.rstrip(":")},  # type: ignore[attr-defined]
         "object_store": {"url": str(tmp_path / "objects")},
-        "gc": {"grace_seconds": GRACE_SECONDS, "interval_seconds": 1},
+        "gc": {**chosen.get("gc", {}), "grace_seconds": GRACE_SECONDS, "interval_seconds": 1},
     }
-    with Pipeline(tmp_path / "pipeline", config) as made:
+    temporary = {"maintenance": {"TMPDIR": str(tmp_path)}}
+    with Pipeline(tmp_path / "pipeline", config, environments=temporary) as made:
         yield made
         codes = made.stop()
         assert set(codes.values()) == {0}, made.logs()
@@ -90,6 +92,7 @@ class Reader(threading.Thread):
         )
 
 
+@pytest.mark.parametrize("pipeline", [{}, {"gc": {"mode": "hybrid"}}], indirect=True, ids=["mark-sweep", "hybrid"])
 def test_gc_frees_during_puts_and_gets(pipeline: Pipeline) -> None:
     """Free deleted versions while others are put and read."""
     live: dict[tuple[str, int], bytes] = {}

@@ -2,7 +2,7 @@
 
 Invariant: all processes see the same clock.
 
-python -m tests.support.servers.maintenance_workers ROOT URL PREFIX NOW LEASE_SECONDS POINT:COUNT:ACTION
+python -m tests.support.servers.maintenance_workers ROOT URL PREFIX NOW LEASE_SECONDS POINT:COUNT:ACTION [TABLES]
 
 does one GC run with an armed failpoint.
 """
@@ -16,16 +16,18 @@ from pathlib import Path
 from nearkin.block_recoder import BlockRecoder
 from nearkin.local.index_recovery import super_features_of
 from nearkin_maintenance import DomainOwners, Rewriter, rebuild_index
+from nearkin_maintenance.gc.gc_tables import GcTables
 from nearkin_maintenance.gc.gc_worker import GcWorker, GcWorkerPorts
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.config.storage import GcSettings
+from nearkin_shared.config.storage import HYBRID, GcSettings
 from nearkin_shared.errors import NearkinError
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.connection import RedisServer
 from nearkin_shared.index.redis.lease import LEASE_SECONDS, Lease
 from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.objectstore.factory import with_parity
 from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.storage import descriptor
@@ -37,6 +39,7 @@ from nearkin_shared.utils import failpoints
 from tests.support.data.stores import SMALL, objects, settings
 
 CHOSEN = settings(SMALL, {"deletion": {"undelete_seconds": 0}})
+MAP_BYTES = 1 << 26
 GC = GcSettings(grace_seconds=3600, interval_seconds=60)
 
 
@@ -51,6 +54,7 @@ class Fleet:
 
     def __init__(self, objects: ObjectStore, url: str, prefix: str, now: float, chosen: Settings = CHOSEN) -> None:
         self.objects, self.now, self.chosen = objects, now, chosen
+        self.url, self.prefix = url, prefix
         found = descriptor.read(objects)
         self.secret, self.bits = bytes.fromhex(found.secret), found.fingerprint_bits
         generation = GcGeneration(objects, 0.0)
@@ -104,9 +108,16 @@ class Fleet:
         return ContainerStore(over, domain_of("default"), 8 << 20)
 
     def make_gc_worker(
-        self, over: ObjectStore | None = None, gc: GcSettings = GC, lease_seconds: float = LEASE_SECONDS
+        self,
+        over: ObjectStore | None = None,
+        gc: GcSettings = GC,
+        lease_seconds: float = LEASE_SECONDS,
+        tables: Path | None = None,
     ) -> GcWorker:
-        """Return a maintenance worker's GC worker with the fleet's clock."""
+        """Return a maintenance worker's GC worker with the fleet's clock.
+
+        `tables`: its folder for the tables of `gc.mode = hybrid`.
+        """
 
         def rewriter(containers: ContainerStore) -> Rewriter:
             return Rewriter(containers, self.tenants(), self.fingerprinter("default"), BlockRecoder(self.chosen))
@@ -115,16 +126,26 @@ class Fleet:
             self.index,
             over or self.objects,
             # The test sets the fleet's clock.
-            GcWorkerPorts(lambda: replace(gc, trust_clock=True), self.containers, rewriter),
+            GcWorkerPorts(
+                lambda: replace(gc, trust_clock=True),
+                self.containers,
+                rewriter,
+                tables=None if tables is None else GcTables(tables, MAP_BYTES),
+            ),
             lease_seconds=lease_seconds,
             clock=lambda: self.now,
         )
 
 
-def main(root: str, url: str, prefix: str, now: str, lease_seconds: str, armed: str) -> None:
-    """Do one GC run; print the name of the error that ended it, or `done`."""
-    fleet = Fleet(LocalObjectStore(Path(root)), url, prefix, float(now))
-    worker = fleet.make_gc_worker(lease_seconds=float(lease_seconds))
+def main(root: str, url: str, prefix: str, now: str, lease_seconds: str, armed: str, tables: str = "") -> None:
+    """Do one GC run; print the name of the error that ended it, or `done`.
+
+    `tables`: folder of the tables of `gc.mode = hybrid`.
+    """
+    objects = LocalObjectStore(Path(root))
+    fleet = Fleet(with_parity(objects, CHOSEN) if tables else objects, url, prefix, float(now))
+    gc = replace(GC, mode=HYBRID, compact_below=0.0) if tables else GC
+    worker = fleet.make_gc_worker(gc=gc, lease_seconds=float(lease_seconds), tables=Path(tables) if tables else None)
     failpoints.arm(armed)
     try:
         print("done" if worker.run_once() is not None else "none")

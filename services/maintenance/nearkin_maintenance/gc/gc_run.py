@@ -39,6 +39,7 @@ from nearkin_maintenance.gc.gc_plan import (
 )
 from nearkin_maintenance.gc.incremental_run import IncrementalPass, IncrementalResult
 from nearkin_maintenance.gc.mark import LiveSet
+from nearkin_maintenance.gc.online_run import OnlinePass, confirm_listed, without_recent
 from nearkin_maintenance.gc.reference_counts import ReferenceCounts
 from nearkin_maintenance.gc.retained_bytes import retained_bytes_by_reason
 from nearkin_maintenance.gc.roots import Roots, RootVersion, find_roots
@@ -48,7 +49,7 @@ from nearkin_maintenance.gc.writer_gate import NoWriters, WriterGate
 from nearkin_maintenance.optimize.compact import Rewriter
 from nearkin_maintenance.optimize.container_swap import ContainerSwap
 from nearkin_maintenance.verify.manifest_validation import ValidatingManifestReader
-from nearkin_shared.config.storage import MARK_SWEEP, GcSettings
+from nearkin_shared.config.storage import HYBRID, MARK_SWEEP, GcSettings
 from nearkin_shared.errors import (
     BadInput,
     ConfigError,
@@ -91,8 +92,8 @@ _UNBOUNDED = 1 << 62
 BLOCKS_BYTES = 96 * MIB
 """Decoded blocks that a GC run caches. Merging 16 dumps took 19, 13 and 12 s with 64, 128 and 256 MiB; a run over the
 last 12 of 44 merged ones peaks at 441 MB with 96 MiB, at 504 MB with 128, and takes 5.5 and 5.2 s."""
-RECENT_GRACES = 2
-"""Age in graces below which all of a container counts as live while services write."""
+SERVICE_MODES = (MARK_SWEEP, HYBRID)
+"""Values of `gc.mode` that services support."""
 
 
 class GcRun:
@@ -119,7 +120,7 @@ class GcRun:
         Raises: ConfigError if `online` and `gc.mode` do not fit.
         """
         if online:
-            require_marking(settings)
+            require_service_mode(settings)
         self._objects = objects
         self._containers = containers.of(None)
         self._settings = settings
@@ -164,6 +165,27 @@ class GcRun:
             containers = self._containers.with_objects(objects)
             store = self._open(objects, containers, metered, int(self._settings.bytes_per_second))
             return IncrementalPass(store, self._settings, gate, self._hooks, self._ledger).run()
+
+    def run_by_change(self, index: SupportsCollection) -> IncrementalResult:
+        """Do what `run_incremental` does in a fleet, whose services write meanwhile.
+
+        Raises: the errors of `run`.
+        """
+        assert self._ledger is not None
+        self._hooks.check()
+        with _translate_erasure():
+            metered, objects = meter_writes(self._objects)
+            containers = self._containers.with_objects(objects)
+            store = self._open(objects, containers, metered, int(self._settings.bytes_per_second))
+            return OnlinePass(store, self._settings, index, self._hooks, self._ledger).run()
+
+    def confirm(self) -> None:
+        """Record at the end of a fleet's run that marked that the counts are those of all versions.
+
+        Raises: StoreUnavailable.
+        """
+        assert self._ledger is not None
+        confirm_listed(self._ledger, self._containers, ManifestStore(self._objects), self._hooks.now_us())
 
     def preview(self, *, deleted_too: bool = False) -> GcReport:
         """Return the report that `run` would give, and the retained bytes by reason.
@@ -244,9 +266,9 @@ class GcPass:
         self._check_clock()
         generations = self._containers.generations()  # before the manifests: a concurrent put then adds no garbage
         roots = self._find_roots(generations, deleted_too=deleted_too)
-        if not self._needs_marking(generations, roots):
-            return self._report(self._run_without_mark(generations, roots), started)
         recent = self._recent_containers(generations)
+        if not self._needs_marking(generations, roots, recent):
+            return self._report(self._run_without_mark(generations, roots), started)
         self._totals.recent = len(recent)
         refs_cache = None if self._ledger is None else self._ledger.refs_cache(self._hooks.now_us())
         names = [version.manifest for version in roots.kept]
@@ -258,7 +280,7 @@ class GcPass:
                 "GC; if no service will ever write this store again, set gc.assume_services_stopped"
             )
         if self._ledger is not None:
-            self._ledger.audit(live_set.segments)
+            self._ledger.audit({c: mask for c, mask in live_set.segments.items() if c not in recent})
         sizes = self._remove_replaced(generations)  # 1
         kept = self._expire_versions(roots)  # 2
         if len(kept) > len(roots.kept):  # some were undeleted meanwhile
@@ -315,19 +337,25 @@ class GcPass:
                 executor.recompress(live_set, recent)  # 7
         return record
 
-    def _needs_marking(self, generations: Collection[ContainerId], roots: Roots) -> bool:
-        """Return whether marking may find data to mark for deletion or to free."""
+    def _needs_marking(
+        self, generations: Mapping[ContainerId, dict[int, int]], roots: Roots, recent: Collection[ContainerId]
+    ) -> bool:
+        """Return whether marking may find data to mark for deletion or to free.
+
+        In a fleet always: OnlinePass was first. `recent` containers are examined by a later run.
+        """
         if self._ledger is None:
             return True
         names = [version.manifest for version in roots.kept]
         reader = ValidatingManifestReader(self._manifests, self._containers, generations)
         now_us = self._hooks.now_us()
-        candidates = self._ledger.update(names, generations, reader.read, self._read_directory, now_us)
+        examined = generations.keys() - recent
+        candidates = self._ledger.update(names, examined, reader.read, self._read_directory, now_us)
         record = self._pending_deletes.read()
         is_as_written = self._pending_deletes.is_consistent() and record.keys() <= set(
             generations
         )  # else crash, damage
-        return candidates.marking or not is_as_written or any(map(self._is_due, record.values()))
+        return self._online or candidates.marking or not is_as_written or any(map(self._is_due, record.values()))
 
     def _run_without_mark(
         self, generations: Mapping[ContainerId, dict[int, int]], roots: Roots
@@ -378,13 +406,15 @@ class GcPass:
             )
         return roots
 
-    def _recent_containers(self, containers: Collection[int]) -> list[int]:
+    def _recent_containers(self, containers: Collection[ContainerId]) -> set[ContainerId]:
         """Return the containers whose versions may be in flight: all their data count as live.
 
         Container ids begin with the time of their creation.
         """
-        since_ms = (self._hooks.now_us() - RECENT_GRACES * self._grace_us) // 1000
-        return [container for container in containers if container >> 20 >= since_ms] if self._online else []
+        if not self._online:
+            return set()
+        older = without_recent(containers, self._hooks.now_us(), self._grace_us)
+        return {container for container in containers if container not in older}
 
     def _make_executor(self, writes: ConcurrentWrites, sizes: dict[int, int]) -> GcExecutor:
         def check() -> None:
@@ -448,15 +478,12 @@ def _translate_erasure() -> Iterator[None]:
         raise RetryableError(f"{err}; the tenant was erased during this GC run, which has stopped; retry it") from err
 
 
-def require_marking(settings: GcSettings) -> None:
-    """Raise ConfigError for a GC mode that needs reference counts.
-
-    Services do not keep them.
-    """
-    if settings.mode != MARK_SWEEP:
+def require_service_mode(settings: GcSettings) -> None:
+    """Raise ConfigError for a GC mode that services do not support."""
+    if settings.mode not in SERVICE_MODES:
         raise ConfigError(
-            f"gc.mode = {settings.mode!r}: a GC run of services always marks, their index has no reference counts; "
-            f"set gc.mode to {MARK_SWEEP!r}"
+            f"gc.mode = {settings.mode!r}: services collect by change or by marking alone; set gc.mode to "
+            f"{MARK_SWEEP!r} or {HYBRID!r}"
         )
 
 

@@ -1,6 +1,7 @@
 """Run GC for a fleet, concurrently with its services.
 
     due, index complete, lease free -> lease -> GC run, every effect fenced -> result in Redis -> lease released
+    gc.mode = hybrid: tables of the fleet's run before here -> by change (online_run.py), else the run marks
 
 Invariant: one maintenance worker of a fleet runs at a time, and stops before another one may begin. An index rebuild
 uses the same lease: no GC run withdraws entries that a rebuild publishes.
@@ -21,11 +22,13 @@ from nearkin_maintenance.gc.clock_check import check_clock
 from nearkin_maintenance.gc.erased_tenants import count_erasures, sweep_erased
 from nearkin_maintenance.gc.gc_context import GcHooks
 from nearkin_maintenance.gc.gc_run import GcRun
+from nearkin_maintenance.gc.gc_tables import FleetRun, GcTables, is_current, record_run
+from nearkin_maintenance.gc.reference_counts import ReferenceCounts, TablesUnavailable
 from nearkin_maintenance.gc.rolled_back_keys import check_none_rolled_back, record_heads
 from nearkin_maintenance.gc.schedule import GcSchedule
 from nearkin_maintenance.gc.tombstone_signing import sign_old_marks
 from nearkin_maintenance.optimize.compact import Rewriter
-from nearkin_shared.config.storage import GcSettings
+from nearkin_shared.config.storage import HYBRID, GcSettings
 from nearkin_shared.crypto.erasure_records import Erasure
 from nearkin_shared.errors import GcPaused, NearkinError, RetryableError
 from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary
@@ -107,6 +110,8 @@ class GcWorkerPorts:
     Returns the number of versions, and the bytes of their tombstones."""
     remaining: Callable[[Sequence[Erasure]], tuple[RemainingCopy, ...]] = lambda finished: ()
     """Returns the copies that completed erasures do not reach."""
+    tables: GcTables | None = None
+    """Tables of `gc.mode = hybrid` on this machine's disk; without, every run marks."""
 
 
 class GcWorker:
@@ -193,6 +198,44 @@ class GcWorker:
         return report
 
     def _run_gc(self, settings: GcSettings) -> GcReport:
+        """Run GC, by change if the tables of the run before are here."""
+        tables = self._ports.tables
+        if tables is None or settings.mode != HYBRID:
+            if tables is not None:
+                tables.remove()
+            return self._run_with(settings, None)
+        try:
+            with tables.opened(self._lease.check) as ledger:
+                return self._run_with(settings, ledger)
+        except TablesUnavailable as err:
+            _log.warning("gc: this run marks: %s", err)
+        tables.remove()
+        return self._run_with(settings, None)
+
+    def _collect(
+        self, gc_run: GcRun, index: FencedIndex, ledger: ReferenceCounts | None, *, by_change: bool
+    ) -> GcReport:
+        """Collect by the changes since the last run if that is enough, else mark."""
+        before = None
+        if ledger is not None and by_change and ledger.is_trusted:
+            before = gc_run.run_by_change(index)
+            if before.report is not None:
+                return before.report
+        report = gc_run.run(index)
+        if ledger is not None:
+            gc_run.confirm()
+        if before is None:
+            return report
+        return replace(
+            report,
+            versions=report.versions + before.versions,
+            freed_bytes=report.freed_bytes + before.freed_bytes,
+            seconds=report.seconds + before.seconds,
+        )
+
+    def _run_with(self, settings: GcSettings, ledger: ReferenceCounts | None) -> GcReport:
+        run = FleetRun(self._index.epochs.current.name, self._lease.fence)
+        by_change = ledger is not None and is_current(ledger, run, self._objects)
         objects = FencedObjectStore(self._objects, self._lease.check)
         containers = self._ports.containers(objects)
         gc_run = GcRun(
@@ -202,6 +245,7 @@ class GcWorker:
             self._ports.rewriter(containers),
             hooks=GcHooks(clock=self._clock, check=self._pauses.check),
             online=True,
+            ledger=ledger,
         )
         index = FencedIndex(self._index, self._lease.check)
         check_clock(objects, list(containers.generations()), self._clock(), settings)
@@ -210,13 +254,17 @@ class GcWorker:
         erasures = sweep_erased(self._objects, index, self._lease.check)
         freed_bytes = erasures.freed_bytes
         check_none_rolled_back(self._objects, record=True)
-        report = gc_run.run(index)
+        has_erasures = isinstance(self._objects, EncryptedObjectStore) and bool(self._objects.keyring.erasures())
+        by_change = by_change and not has_erasures and not settings.sign_old_records
+        report = self._collect(gc_run, index, ledger, by_change=by_change)
         forgotten = 0
         if self._ports.apply_policies is not None:
             forgotten, marks_bytes = self._ports.apply_policies(objects, self._lease.check)
             freed_bytes -= marks_bytes
         waiting, refused = count_erasures(self._objects)
         rolled_back = record_heads(self._objects)
+        if ledger is not None:
+            record_run(ledger, run, self._objects)
         return replace(
             report,
             forgotten=forgotten,

@@ -19,6 +19,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field, replace
+from functools import partial
 
 import numpy as np
 
@@ -63,7 +64,7 @@ from nearkin_shared.index.protocols import IndexSnapshot, SupportsCollection, Su
 from nearkin_shared.results import GcReport
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.heads import VersionHeads, head_name
-from nearkin_shared.storage.manifests import key_and_version, key_digest, marked_version
+from nearkin_shared.storage.manifests import ManifestListing, key_and_version, key_digest, marked_version
 from nearkin_shared.types import U32, ContainerId
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
@@ -123,6 +124,9 @@ class _StoredObjects:
 class IncrementalPass:
     """One execution of the steps over a `GcStore`. The caller holds the GC lock."""
 
+    runs_with_services = False
+    """Whether services may write meanwhile. A run of a local store marks for manifests of theirs, which refuses."""
+
     def __init__(
         self, store: GcStore, settings: GcSettings, gate: WriterGate, hooks: GcHooks, ledger: ReferenceCounts
     ) -> None:
@@ -160,7 +164,7 @@ class IncrementalPass:
                 raise MarkingNeeded("the tables are of another mode or format")
             if read_trusted(rows) is None:
                 raise MarkingNeeded("the tables were not made by a complete GC run")
-            if rows.get("meta", b"services") is not None:
+            if rows.get("meta", b"services") is not None and not self.runs_with_services:
                 raise MarkingNeeded("services wrote to the store")
             now_us = self._hooks.now_us()
             if not 0 <= now_us <= CREATED_US_MAX or is_mark_overdue(rows, now_us):
@@ -184,7 +188,7 @@ class IncrementalPass:
             raise MarkingNeeded("the index lists no changes")
         snapshot = index.snapshot()
         with self._ledger.transaction() as rows:
-            changes = find_changes(rows, snapshot, index.version_names, self._hooks.now_us())
+            changes = find_changes(rows, snapshot, partial(_digests, index), self._hooks.now_us())
         if len(changes.versions) > KEYS_MAX:
             raise MarkingNeeded(f"{len(changes.versions)} keys have changed")
         self._keys.update(changes.versions)
@@ -196,7 +200,7 @@ class IncrementalPass:
         Raises: MarkingNeeded, if the index lists others, or a key has lost its recorded head or a record.
         """
         heads = VersionHeads(self._manifests.objects).read()
-        listing = self._manifests.listing(changes.versions)
+        listing = self._listing(changes.versions)
         roots = find_roots(self._manifests, self._hooks.now_us(), heads=heads, listing=listing)
         if roots.refused:
             raise MarkingNeeded(f"{roots.refused[0]}: damaged or not authenticated")
@@ -210,6 +214,14 @@ class IncrementalPass:
                 raise MarkingNeeded(f"{head_name(key, heads.versions[key])}: removed with its tombstones")
         return roots
 
+    def _listing(self, keys: Collection[bytes]) -> ManifestListing:
+        """List the objects of some keys."""
+        return self._manifests.listing(keys)
+
+    def _examined(self, containers: Collection[int]) -> Collection[int]:
+        """Return the containers whose unreferenced data are garbage."""
+        return containers
+
     def _count(self, rows: LedgerRows, snapshot: IndexSnapshot, changes: IndexChanges, roots: Roots) -> None:
         """Count the manifests of the changed keys, of expired versions too, and new containers."""
         stored: dict[bytes, dict[int, str]] = {key: {} for key in changes.versions}
@@ -221,7 +233,8 @@ class IncrementalPass:
                 until_us[parsed] = version.until_us
         reader = ValidatingManifestReader(self._manifests, self._containers, list(snapshot.containers))
         self._ledger.update_keys(rows, stored, reader.read, self._hooks.now_us())
-        nominate_unreferenced(rows, snapshot.containers, self._read_directory)
+        nominate_unreferenced(rows, self._examined(snapshot.containers), self._read_directory)
+        self._ledger.end_count(rows)
         for container in changes.containers:
             directory = self._containers.directory(ContainerId(container))
             generation = self._containers.generation(ContainerId(container))
@@ -318,20 +331,39 @@ class IncrementalPass:
     def _decide(self, rows: LedgerRows) -> _Decision:
         """Return the containers to mark for deletion, and those to delete."""
         record = self._store.pending_deletes.read()
-        now_us = self._hooks.now_us()
+        due_us = self._due_us()
         whole = {container for container, entry in record.items() if entry.whole}
-        due = {container for container, entry in record.items() if entry.at_us + self._grace_us <= now_us}
+        due = {container for container, entry in record.items() if entry.at_us + self._grace_us <= due_us}
         names = [name for name, _ in rows.items("nominated")]
         nominated = {int.from_bytes(name[:8]) for name in names}
-        unreachable = find_unreachable(rows, with_needed(rows, nominated | whole))
-        if not find_unreachable(rows, due & whole) == due:
+        unreachable = find_unreachable(rows, self._removable(with_needed(rows, nominated | whole)))
+        if not find_unreachable(rows, self._removable(due & whole)) == due:
             raise MarkingNeeded("pending deletes are due in containers that stay")
-        if not unreachable.issuperset(int.from_bytes(name) for name in names if len(name) == len(to_bytes(0))):
-            raise MarkingNeeded("a container holds data that no version named")
+        self._check_kept(unreachable, whole, {int.from_bytes(name) for name in names if len(name) == len(to_bytes(0))})
         new = unreachable - record.keys()
         if len(new) + len(due) > CONTAINERS_MAX:
             raise MarkingNeeded(f"{len(new) + len(due)} containers to remove")
         return _Decision(record, new, due)
+
+    def _due_us(self) -> int:
+        """Return the time at which graces must be over."""
+        return self._hooks.now_us()
+
+    def _removable(self, containers: Collection[int]) -> Collection[int]:
+        """Return the containers that may be removed if nothing reaches them."""
+        return containers
+
+    def _check_kept(self, unreachable: set[int], _whole: Collection[int], nominated: Collection[int]) -> None:
+        """Check what stays.
+
+        `nominated`: containers with unreferenced data. Raises: MarkingNeeded.
+        """
+        if not unreachable.issuperset(nominated):
+            raise MarkingNeeded("a container holds data that no version named")
+
+    def _sizes_of(self, containers: Collection[int]) -> Mapping[int, Mapping[int, int]]:
+        """Return the bytes of each generation of some containers."""
+        return self._containers.generations_of(containers)
 
     def _check_sizes(self, rows: LedgerRows, decision: _Decision) -> _Decision:
         """Return the decision with sizes, and with the bytes of ended versions.
@@ -341,7 +373,7 @@ class IncrementalPass:
         """
         containers = decision.new | decision.record.keys()
         sizes = {}
-        for container, generations in self._containers.generations_of(containers).items():
+        for container, generations in self._sizes_of(containers).items():
             recorded = recorded_container(rows, container)
             if recorded is None or list(generations) != [recorded[0]]:
                 raise MarkingNeeded(f"container {container:016x}: its generation is not the recorded one")
@@ -363,7 +395,7 @@ class IncrementalPass:
         keys = keys_reaching(rows, containers)
         if len(keys) > KEYS_MAX:
             raise MarkingNeeded(f"{len(keys)} keys reached the containers to remove")
-        names = [name for name, _ in self._manifests.listing(keys).manifests] if keys else []
+        names = [name for name, _ in self._listing(keys).manifests]
         if len(names) > PROOF_MANIFESTS_MAX:
             raise MarkingNeeded(f"{len(names)} manifests to read again")
         digests = {(key, version): digest for key in keys for version, digest in rows.digests_of(key).items()}
@@ -420,12 +452,20 @@ class _SectionGate(NoWriters):
         self._gate.on_container_rewritten(container)
 
 
+def _digests(index: SupportsSnapshots, names: Collection[bytes]) -> dict[bytes, bytes]:
+    """Return the digest of the blob key of keys of the index."""
+    return {
+        name: bytes.fromhex(key_digest(tenant, key)) for name, (tenant, key, _) in index.version_names(names).items()
+    }
+
+
 def _identity(manifest: Manifest) -> tuple[bytes, int]:
     return bytes.fromhex(key_digest(manifest.tenant, manifest.key)), manifest.version
 
 
 @contextmanager
-def _read_or_distrust(rows: LedgerRows) -> Iterator[None]:
+def read_or_distrust(rows: LedgerRows) -> Iterator[None]:
+    """Distrust the tables if an object cannot be read."""
     try:
         yield
     except (Corrupt, NotFound) as err:
@@ -452,7 +492,7 @@ def confirm_tables(ledger: ReferenceCounts, index: SupportsSnapshots, containers
         rows.set_number(b"added", rows.sum_added())
         rows.set_number(b"trusted", sum(sizes[max(sizes)] for sizes in generations.values()))
         keep_containers(rows, snapshot.containers.keys())
-        with _read_or_distrust(rows):
+        with read_or_distrust(rows):
             for container, check in snapshot.containers.items():
                 generation = max(generations[ContainerId(container)])
                 if recorded_container(rows, container) != (generation, check):

@@ -28,15 +28,14 @@ import numpy as np
 from nearkin_maintenance.gc.ledger_rows import KEY_BYTES, LedgerRows, row_check, to_bytes
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.index.protocols import IndexSnapshot
-from nearkin_shared.storage.manifests import key_digest
 from nearkin_shared.types import ZERO, distinct
 from nearkin_shared.utils.frozen import frozen
 
 LISTED = Struct(">12s16sQQ")
 _NEEDS = Struct("<I8s")
 _SEQUENCE = Struct("<I")
-Names = Callable[[Collection[bytes]], dict[bytes, tuple[str, str, int]]]
-"""Returns (tenant, key, version) of keys of the index."""
+Digests = Callable[[Collection[bytes]], Mapping[bytes, bytes]]
+"""Returns the digest of the blob key for keys of a snapshot; without those that are no longer listed."""
 
 
 class MarkingNeeded(Exception):
@@ -75,8 +74,8 @@ def read_trusted(rows: LedgerRows) -> int | None:
     return None if found is None else int(found)
 
 
-def find_changes(rows: LedgerRows, snapshot: IndexSnapshot, names: Names, now_us: int) -> IndexChanges:
-    """Compare the index with the tables.
+def find_changes(rows: LedgerRows, snapshot: IndexSnapshot, digests: Digests, now_us: int) -> IndexChanges:
+    """Compare a snapshot of the index, or of the object store, with the tables.
 
     Versions whose undelete window is over count as changed.
 
@@ -84,7 +83,7 @@ def find_changes(rows: LedgerRows, snapshot: IndexSnapshot, names: Names, now_us
     """
     needs = {int.from_bytes(name): value for name, value in rows.items("needs")}
     if missing := needs.keys() - snapshot.containers.keys():
-        raise MarkingNeeded(f"container {min(missing):016x} is no longer in the index")
+        raise MarkingNeeded(f"container {min(missing):016x} is no longer listed")
     for container, value in needs.items():
         if _NEEDS.unpack_from(value)[1] != snapshot.containers[container]:
             raise MarkingNeeded(f"container {container:016x} was rewritten")
@@ -97,15 +96,15 @@ def find_changes(rows: LedgerRows, snapshot: IndexSnapshot, names: Names, now_us
         elif marks[0] & 1 and LISTED.unpack(row)[3] <= now_us:
             owners[name[:-8]] = row[12:28]
     removed = [name for name in listed if name not in snapshot.versions]
-    for name, (tenant, key, _) in names(changed).items():
-        owners[name[:-8]] = bytes.fromhex(key_digest(tenant, key))
+    for name, digest in digests(changed).items():
+        owners[name[:-8]] = digest
     for name in removed:
         owners[name[:-8]] = listed[name][12:28]
     versions: dict[bytes, dict[bytes, ListedVersion]] = {digest: {} for digest in owners.values()}
     for name, marks in snapshot.versions.items() if owners else ():
-        digest = owners.get(name[:-8])
-        if digest is not None:
-            versions[digest][name] = ListedVersion(marks, digest, int.from_bytes(name[-8:]))
+        owner = owners.get(name[:-8])
+        if owner is not None:
+            versions[owner][name] = ListedVersion(marks, owner, int.from_bytes(name[-8:]))
     return IndexChanges(versions, removed, sorted(snapshot.containers.keys() - needs.keys()))
 
 

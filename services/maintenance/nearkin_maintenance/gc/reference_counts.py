@@ -30,18 +30,20 @@ from pathlib import Path
 import lmdb
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from nearkin_maintenance.gc.ledger_rows import KEY_BYTES, SEGMENT, TABLES, LedgerRows, to_bytes
 from nearkin_maintenance.gc.manifest_refs_cache import ManifestRefsCache
 from nearkin_maintenance.gc.mark import Masks, mark_ordinals, mask_of
 from nearkin_maintenance.gc.reach_summaries import find_wrong_counts, read_trusted
+from nearkin_maintenance.gc.retained_bytes import bytes_of_chunks
 from nearkin_shared.config.storage import EXPIRY, HYBRID, REFCOUNT
 from nearkin_shared.errors import IndexUnsafe, PermanentError, StoreUnavailable
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.lmdb.environments import acquire, release
 from nearkin_shared.storage.manifests import key_and_version
-from nearkin_shared.types import ZERO, Bools, group_by_container
+from nearkin_shared.types import ZERO, Bools, Locations, group_by_container
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.private_files import remove_tree
@@ -68,21 +70,28 @@ class GcCandidates:
     """Rows written or deleted by the update."""
 
 
+class TablesUnavailable(StoreUnavailable):
+    """The tables cannot be read or written: a run can do without them."""
+
+
 class ReferenceCounts:
     """Reference counts of segments, in a folder of their own.
 
-    One process writes it, under the writer lock.
+    One process writes it, under the writer lock or the GC lease.
     """
 
-    def __init__(self, folder: Path, map_bytes: int, mode: str) -> None:
-        """Raises: StoreUnavailable."""
+    def __init__(self, folder: Path, map_bytes: int, mode: str, check: Callable[[], None] = lambda: None) -> None:
+        """`check` raises if another process may be writing: called at the begin and end of each transaction.
+
+        Raises: StoreUnavailable.
+        """
         try:
             self._shared = acquire(folder, map_bytes, TABLES, writable=True)
         except IndexUnsafe:  # reading it could crash the process; it can be deleted at any time
             remove_tree(folder)
             self._shared = acquire(folder, map_bytes, TABLES, writable=True)
         self._env, self._tables = self._shared.env, self._shared.databases
-        self._folder, self._mode = folder, mode
+        self._folder, self._mode, self._check = folder, mode, check
         self.candidates = GcCandidates(True, 0, 0)
         """Result of the last update."""
         self._refs_cache: ManifestRefsCache | None = None
@@ -93,12 +102,17 @@ class ReferenceCounts:
 
     @contextmanager
     def transaction(self) -> Iterator[LedgerRows]:
-        """Yield the rows within a transaction, which an error undoes. Raises StoreUnavailable."""
+        """Yield the rows within a transaction, which an error undoes.
+
+        Raises: TablesUnavailable, the error of `check`.
+        """
         try:
             with self._env.begin(write=True) as txn:
+                self._check()
                 yield LedgerRows(txn, self._tables)
+                self._check()
         except lmdb.Error as err:
-            raise StoreUnavailable(
+            raise TablesUnavailable(
                 f"{self._folder}: {err}; raise index.map_bytes if it is full, else delete the folder: the next GC "
                 "run rebuilds it"
             ) from err
@@ -132,7 +146,7 @@ class ReferenceCounts:
                 if self._mode == EXPIRY:
                     rows.expire(now_us)
                 nominate_unreferenced(rows, containers, directory)
-                self._end_count(rows)
+                self.end_count(rows)
                 failpoint("ledger.counted")
                 nominated = rows.count("nominated")
                 by_services = rows.txn.get(b"services", db=rows.tables["meta"]) is not None
@@ -159,10 +173,11 @@ class ReferenceCounts:
         """
         for key, versions in sorted(stored.items()):
             self._intervals(rows, _KeyVersions(key, versions, rows.known_of(key), read, now_us))
-        self._end_count(rows)
+        self.end_count(rows)
 
     @staticmethod
-    def _end_count(rows: LedgerRows) -> None:
+    def end_count(rows: LedgerRows) -> None:
+        """Write the summaries of containers, and the bytes that ended, of a transaction."""
         rows.write_summaries()
         if rows.ended_bytes:
             rows.set_number(b"ended", rows.number(b"ended") + rows.ended_bytes)
@@ -360,32 +375,47 @@ def nominate_unreferenced(
 ) -> None:
     """Nominate unreferenced segments and chunks of new containers, and these containers.
 
-    A put that died leaves them, for example.
+    A put that died leaves them, for example. Chunks that no counted segment names count as bytes of versions that
+    ended. Memory: 5 bytes for each chunk of the new containers.
     """
     known = {int.from_bytes(name) for name, _ in rows.txn.cursor(rows.tables["containers"])}
     for container in known - set(containers):
         rows.delete("containers", to_bytes(container))
-    referenced: Masks = {}
-    stored_chunks: dict[int, Bools] = {}
+    referenced, counted = Masks(), Masks()
+    chunk_bytes: dict[int, tuple[Bools, NDArray[np.float32]]] = {}
     for container in sorted(set(containers) - known):
         rows.put("containers", to_bytes(container), b"")
         found = directory(container)
         if found is None:
             rows.nominate(to_bytes(container))
             continue
-        stored_chunks[container] = found.chunks.there
-        for ordinal in np.flatnonzero(np.diff(found.segments.bounds)).tolist():
+        chunk_bytes[container] = found.chunks.there, bytes_of_chunks(found).astype(np.float32)
+        recipes, is_counted = found.segments, np.zeros(len(found.segments), np.bool_)
+        for ordinal in np.flatnonzero(np.diff(recipes.bounds)).tolist():
             segment = to_bytes(container) + ordinal.to_bytes(4)
-            if rows.txn.get(segment, db=rows.tables["counts"]) is None:
+            is_counted[ordinal] = rows.txn.get(segment, db=rows.tables["counts"]) is not None
+            if not is_counted[ordinal]:
                 rows.nominate(segment)
                 rows.nominate(to_bytes(container))
-        for holder, at in group_by_container(found.segments.chunks.containers):
-            if holder != ZERO:
-                mark_ordinals(referenced, holder, found.segments.chunks.ordinals[at])
-    for container, chunks in stored_chunks.items():
-        mask = referenced.get(container, np.zeros(0, np.bool_))
-        if len(mask) > len(chunks) or (chunks & ~mask_of(mask, len(chunks))).any():
+        _mark_chunks(referenced, recipes.chunks)
+        _mark_chunks(counted, recipes.chunks.take(np.repeat(is_counted, np.diff(recipes.bounds))))
+    for container, (chunks, shares) in chunk_bytes.items():
+        if _unnamed(chunks, referenced.get(container)).any():
             rows.nominate(to_bytes(container))
+        rows.ended_bytes += int(shares[_unnamed(chunks, counted.get(container))].sum())
+
+
+def _mark_chunks(masks: Masks, chunks: Locations) -> None:
+    for container, at in group_by_container(chunks.containers):
+        if container != ZERO:
+            mark_ordinals(masks, container, chunks.ordinals[at])
+
+
+def _unnamed(chunks: Bools, named: Bools | None) -> Bools:
+    """Return the chunks that a mask lacks; all if it names more than exist."""
+    if named is None or len(named) > len(chunks):
+        return chunks
+    return chunks & ~mask_of(named, len(chunks))
 
 
 def _segments(rows: LedgerRows, manifest: Manifest) -> list[bytes]:
