@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from nearkin_maintenance.gc.gc_run import SERVICE_MODES
 from tests.support.engines.chaos import MODES, Chaos
 
 
@@ -24,11 +25,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000))
     parser.add_argument("--mode", choices=MODES, default="split", help="which stages share a process")
     parser.add_argument("--edge", action="store_true", help="the gateway deduplicates")
+    parser.add_argument("--gc-mode", choices=SERVICE_MODES, help="collect garbage every second, in this mode")
     parser.add_argument("--keep", type=Path, help="work in this folder and leave it there")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="nearkin-chaos-") as folder:
         place = chosen.keep or Path(folder)
-        chaos = Chaos(place, chosen.seed, chosen.blobs, chosen.kills, print_line, chosen.mode, edge=chosen.edge)
+        counts = chosen.seed, chosen.blobs, chosen.kills
+        chaos = Chaos(place, *counts, print_line, chosen.mode, edge=chosen.edge, gc_mode=chosen.gc_mode)
         report = chaos.run()
     print(json.dumps(asdict(report), indent=1))
     sys.exit(1 if report.problems else 0)

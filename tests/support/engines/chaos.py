@@ -51,6 +51,10 @@ MODES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyType(
 """Workers that run in the first half of the deaths, and in the second."""
 
 
+GRACE_SECONDS = 60
+"""A blob that is in flight for longer than half of it may fail, and an upload is repeated for longer."""
+
+
 class Chaos:
     """One run."""
 
@@ -64,9 +68,14 @@ class Chaos:
         mode: str = "split",
         *,
         edge: bool = False,
+        gc_mode: str | None = None,
     ) -> None:
-        """`mode`: one of MODES, the stages that share a process. `edge`: the gateway deduplicates."""
+        """`mode`: one of MODES, the stages that share a process. `edge`: the gateway deduplicates.
+
+        `gc_mode`: garbage is collected every second in this mode, with a grace of GRACE_SECONDS.
+        """
         self._edge = edge
+        self._gc = {} if gc_mode is None else {"mode": gc_mode, "interval_seconds": 1, "grace_seconds": GRACE_SECONDS}
         self._before, self._after = MODES[mode]
         self._victims = (*self._before, *ALWAYS)
         self._promises = Promises(seed, blobs, free_port())
@@ -131,7 +140,9 @@ class Chaos:
                 },
                 "gateway": {"port": self._promises.port, "edge": self._edge},
                 "ingest": {"topics": [TOPIC]},
+                "gc": self._gc,
             },
+            environments={"maintenance": {"TMPDIR": str(self._folder)}},
             services=(*self._before, INGEST, "maintenance"),
         )
 
