@@ -270,7 +270,7 @@ def test_failed_upload_beside_a_version_ends_in_marking(fleet: HybridFleet) -> N
 
 
 def test_grace_over_since_the_listing_does_not_count(fleet: HybridFleet) -> None:
-    """What becomes due during a run is left to the next: a version may have found it since the listing."""
+    """Data that become due during a run are left to the next: a version may have found them since the listing."""
     fleet.collect()
     fleet.delete("k3")
     fleet.collect()
@@ -408,7 +408,7 @@ def test_older_copy_of_the_store_is_marked(tmp_path: Path, fleet: HybridFleet) -
 
 
 def test_tables_of_an_older_store_are_emptied(tmp_path: Path, fleet: HybridFleet) -> None:
-    """A store that was put back, and in which somebody else recorded the same heads, is another one."""
+    """A store that was put back, and in which another process recorded the same heads, is another one."""
     fleet.collect()
     shutil.copytree(fleet.root, tmp_path / "older")
     fleet.put("k3", 2, fleet.contents["k1", 1])

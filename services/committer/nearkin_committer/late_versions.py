@@ -1,3 +1,4 @@
+# size: one step of the committer, whose handler has no room
 """Take back a version that became durable so late that its data may be collected.
 
     tombstone, noted in the index before -> manifest deleted

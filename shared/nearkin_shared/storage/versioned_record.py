@@ -84,7 +84,7 @@ class VersionedRecords:
         )
 
     def stamp(self) -> bytes:
-        """Return a value that differs after any change of the valid record, also to an earlier one.
+        """Return a value that differs after any change of the record, also to an earlier one.
 
         Raises: Corrupt, StoreUnavailable.
         """

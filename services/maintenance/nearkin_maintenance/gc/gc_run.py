@@ -180,7 +180,7 @@ class GcRun:
             return OnlinePass(store, self._settings, index, self._hooks, self._ledger).run()
 
     def confirm(self) -> None:
-        """Record at the end of a fleet's run that marked that the counts are those of all versions.
+        """Record, after a run that marked, that its tables have all listed versions.
 
         Raises: StoreUnavailable.
         """

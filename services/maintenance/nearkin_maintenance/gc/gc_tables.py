@@ -1,11 +1,11 @@
-"""Keep the tables of `gc.mode = hybrid` on a maintenance worker's disk, between its GC runs.
+"""Keep the tables of `gc.mode = hybrid` on the disk of a maintenance worker.
 
     opened -> those of the fleet's previous GC run? -> yes: this run follows the changes     no: emptied, it marks
     end of a run: recorded as its tables
 
 Invariant (I6): tables are used only by the run that follows the one which recorded them: the fence of its lease is the
 next one in the same index, and the store has the heads of keys and the clock record that it left; each run over S3
-writes one. So nobody else collected meanwhile, and the store is no older copy of itself. The heads cover every counted
+writes one. So no other process collected meanwhile, and the store is no older copy of itself. The heads cover every counted
 version: no counted number is given to another version.
 """
 
@@ -107,7 +107,10 @@ def is_current(ledger: ReferenceCounts, run: FleetRun, objects: ObjectStore) -> 
 
 
 def record_run(ledger: ReferenceCounts, run: FleetRun, objects: ObjectStore) -> None:
-    """Record the run whose tables these are, after it recorded the heads of keys. Raises: StoreUnavailable."""
+    """Record the run whose tables these are.
+
+    Call it after the heads of keys are recorded. Raises: StoreUnavailable.
+    """
     try:
         row = run.row(objects)
         with ledger.transaction() as rows:

@@ -6,13 +6,13 @@
     proved -> due ones deleted, new ones pending delete
 
 Invariant (I6): no writer is excluded, and the index may not list a version that is durable. So the store's own listing
-is compared with the tables, and all that it lists is counted before anything is removed. What becomes durable after the
-listing needs none of it:
+is compared with the tables, and all that it lists is counted before anything is removed. Objects that become durable
+after the listing need none of it:
 
     a version       found its data in the index less than half a grace before, or is checked again by the committer;
-                    what is deleted was withdrawn a grace before the listing began
+                    deleted data were withdrawn a grace before the listing began
     a container     was opened less than half a grace before, when the pending-delete record kept its bases from being
-                    chosen among what is deleted
+                    chosen among deleted data
     neither         is in a container that is less than two graces old: those stay, with all that they refer to
 
 A version that disappeared, or whose manifest has another size, was changed by another process: the run marks.
@@ -37,7 +37,7 @@ from nearkin_maintenance.gc.reach_summaries import (
 )
 from nearkin_maintenance.gc.reference_counts import ReferenceCounts, distrust
 from nearkin_maintenance.gc.roots import Roots
-from nearkin_maintenance.gc.store_listing import StoreListing, digests_in, list_store
+from nearkin_maintenance.gc.store_listing import ListedStore, digests_in, list_store
 from nearkin_maintenance.gc.version_expiry import VersionExpiry
 from nearkin_maintenance.gc.writer_gate import NoWriters
 from nearkin_shared.config.storage import GcSettings
@@ -53,7 +53,10 @@ RECENT_GRACES = 2
 
 
 class OnlinePass(IncrementalPass):
-    """One execution of the steps in a fleet. The caller holds the GC lease, which `store` and `index` check."""
+    """One execution of the steps in a fleet.
+
+    The caller holds the GC lease, which `store` and `index` check.
+    """
 
     runs_with_services = True
 
@@ -67,7 +70,7 @@ class OnlinePass(IncrementalPass):
     ) -> None:
         super().__init__(store, settings, NoWriters(index), hooks, ledger)
         self._index = index
-        self._listed = StoreListing(0, {}, {})
+        self._listed = ListedStore(0, {}, {})
 
     # --- versions -----------------------------------------------------------------------------------------------------
 
@@ -156,8 +159,8 @@ def without_recent(containers: Collection[int], now_us: int, grace_us: int) -> s
 def confirm_listed(ledger: ReferenceCounts, containers: ContainerStore, manifests: ManifestStore, now_us: int) -> None:
     """Record versions and containers at the end of a run that marked.
 
-    The tables are trusted from then on, unless a counted version is gone. What is listed and not counted is new to the
-    next run.
+    The tables are trusted from then on, unless a counted version is no longer listed. Listed versions that are not
+    counted are new to the next run.
 
     Raises: StoreUnavailable.
     """

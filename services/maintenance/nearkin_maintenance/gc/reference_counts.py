@@ -81,7 +81,7 @@ class ReferenceCounts:
     """
 
     def __init__(self, folder: Path, map_bytes: int, mode: str, check: Callable[[], None] = lambda: None) -> None:
-        """`check` raises if another process may be writing: called at the begin and end of each transaction.
+        """`check` is called within each transaction: it raises if another process may write.
 
         Raises: StoreUnavailable.
         """

@@ -24,7 +24,7 @@ first is odd for a deleted version."""
 
 
 @frozen
-class StoreListing:
+class ListedStore:
     """Versions and containers at one moment, about 500 bytes each."""
 
     at_us: int
@@ -42,7 +42,7 @@ class StoreListing:
                 entries.extend(of_key)
         return found
 
-    def without(self, names: Collection[str]) -> StoreListing:
+    def without(self, names: Collection[str]) -> ListedStore:
         """Return the listing without some manifests."""
         keys = dict(self.keys)
         for key in {parsed[0] for name in names if (parsed := key_and_version(name)) is not None}:
@@ -68,7 +68,7 @@ class StoreListing:
         return IndexSnapshot(versions, containers)
 
 
-def list_store(containers: ContainerStore, manifests: ManifestStore, now_us: int) -> StoreListing:
+def list_store(containers: ContainerStore, manifests: ManifestStore, now_us: int) -> ListedStore:
     """List a store.
 
     `now_us`: the time, read before the call.
@@ -83,7 +83,7 @@ def list_store(containers: ContainerStore, manifests: ManifestStore, now_us: int
             if parsed is None:
                 raise Corrupt(f"{entry[0]}: not the name of a version's object; move it out of the store")
             keys.setdefault(parsed[0], ManifestListing([], [], []))[kind].append(entry)
-    return StoreListing(now_us, generations, keys)
+    return ListedStore(now_us, generations, keys)
 
 
 def digests_in(names: Collection[bytes]) -> dict[bytes, bytes]:
