@@ -5,8 +5,8 @@
 
 Invariant (I6): tables are used only by the run that follows the one which recorded them: the fence of its lease is the
 next one in the same index, and the store has the heads of keys and the clock record that it left; each run over S3
-writes one. So no other process collected meanwhile, and the store is no older copy of itself. The heads cover every counted
-version: no counted number is given to another version.
+writes one. So no other process collected meanwhile, and the store is no older copy of itself. The heads cover every
+counted version: no counted number is given to another version.
 """
 
 from __future__ import annotations
