@@ -51,8 +51,8 @@ MODES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyType(
 """Workers that run in the first half of the deaths, and in the second."""
 
 
-GRACE_SECONDS = 60
-"""A blob that is in flight for longer than half of it may fail, and an upload is repeated for longer."""
+GRACE_SECONDS = 600
+"""A blob that is in flight for longer than half of it may fail, visibly; records of a topic are not put again then."""
 
 
 class Chaos:
