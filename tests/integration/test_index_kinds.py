@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from nearkin.cli.commands import nearkin
 from nearkin.local import index_files
 from nearkin.store import Store, open_store
 from nearkin_shared.index.tablets import hook_levels, tablet_search
+from nearkin_shared.types import ContainerId
 from tests.support.data.samples import noise
-from tests.support.data.stores import settings
+from tests.support.data.stores import ENCRYPTED, settings
 
 CONTENT = noise(3_000_000, "content").tobytes()
 
@@ -101,6 +103,27 @@ def test_missed_duplicates_are_stored_as_deltas(tmp_path: Path, monkeypatch: pyt
         assert result.ledger.stored_bytes < len(CONTENT) / 10
         assert [store.get("k", version).read() for version in (1, 2)] == [CONTENT] * 2
         assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("kind", ["tablets", "sampled"])
+def test_encrypted_store_uses_and_rebuilds_tablets(tmp_path: Path, kind: str) -> None:
+    """Directories are decrypted; the files of the index have neither key names nor names of chunks."""
+    chosen = settings(ENCRYPTED, {"index": {"kind": kind}})
+    with open_store(tmp_path, settings=chosen, create=True) as store:
+        store.put("payroll", CONTENT)
+        (container,) = (ContainerId(summary.container) for summary in store._index.readable().containers())
+        names = store._containers.of(None).directory(container).chunks.names
+    written = b"".join(path.read_bytes() for path in (tmp_path / "index").rglob("*") if path.is_file())
+    assert b"payroll" not in written
+    assert not any(name.tobytes()[:20] in written for name in names)
+    for is_lost in (False, True):
+        if is_lost:
+            shutil.rmtree(tmp_path / "index")
+        with open_store(tmp_path, settings=chosen) as store:
+            result = store.put("payroll", CONTENT)
+            assert result.ledger.duplicate_chunks == result.ledger.chunks > 100
+            assert kind_of(store) == kind
+            assert store.verify().damage == ()
 
 
 @pytest.mark.parametrize("command", [["stats"], ["config", "index"]])
