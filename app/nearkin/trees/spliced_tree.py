@@ -21,7 +21,7 @@ from nearkin_shared.errors import BadInput, BaseUnusable, Corrupt, FormatTooNew,
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES
 from nearkin_shared.formats.upload_parts import CopiedRange
 from nearkin_shared.limits import MIB
-from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
+from nearkin_shared.reading.tree_reader import END_BYTES, PlacedEntry, TreeReader
 
 if TYPE_CHECKING:
     from nearkin.embedded.blob_transfer import BlobTransfer
@@ -110,11 +110,17 @@ class SplicedTree:
         self._digest = digest
 
     def _read_new(self, start: int, stop: int) -> bytes:
-        """Return bytes of the tree; zeros in place of those of ranges."""
-        found = bytearray()
+        """Return bytes of the tree; zeros in place of those of ranges. Raises Corrupt for too many.
+
+        Contents are read with the index up to END_BYTES before the end: more zeros are of entries or of an index, whose
+        stated size a small body could set to gigabytes.
+        """
+        found, zeros = bytearray(), 0
         while start < stop:
             offset, length = self._ranges.find_fresh(start)
             length = min(length, stop - start)
+            if offset < 0 and (zeros := zeros + length) > END_BYTES:
+                raise Corrupt(f"{self._label}: its entries or its index are in ranges of the base")
             found += bytes(length) if offset < 0 else self._read_file(offset, length)
             start += length
         return bytes(found)
