@@ -28,7 +28,7 @@ from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult, 
 from nearkin.trees.tree_comparison import TreeComparison
 from nearkin.trees.tree_restore import TreeRestore
 from nearkin.trees.tree_sinks import PartsSink, StreamSink, TreeSink
-from nearkin_shared.errors import BaseUnusable, Corrupt, FormatTooNew, NotFound
+from nearkin_shared.errors import AccessDenied, BaseUnusable, Corrupt, FormatTooNew, NotFound
 from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.validation import check_user_key
 
@@ -102,14 +102,14 @@ def _send_changes(
 ) -> PutResult | None:
     """Store a tree as changes of the newest one; None if there is none that can be read.
 
-    Raises BaseUnusable or NotFound for a version that is deleted or damaged meanwhile.
+    Raises BaseUnusable or NotFound for a version that is deleted, damaged, or not open to the token.
     """
-    base = store.newest_base(key)
-    if base is None or not base.is_tree:
-        return None
     try:
+        base = store.newest_base(key)
+        if base is None or not base.is_tree:
+            return None
         reader = _open_tree(store, base)
-    except (Corrupt, FormatTooNew) as err:
+    except (AccessDenied, Corrupt, FormatTooNew) as err:  # a token that may only write, or a damaged version
         raise BaseUnusable(str(err)) from err
     parent = ParentTree(reader, None, reader.read_range)
     changing = replace(options, skip_if_unchanged=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import subprocess
 import time
 from collections.abc import Iterator
@@ -28,10 +29,13 @@ from nearkin_gateway.auth import tokens
 from nearkin_gateway.auth.tenant_quota import TenantQuota
 from nearkin_gateway.uploads import tenant_usage
 from nearkin_shared.crypto.key_wrapping import generate
-from nearkin_shared.errors import QuotaExceeded
+from nearkin_shared.errors import Corrupt, QuotaExceeded
 from nearkin_shared.formats import upload_parts
+from nearkin_shared.formats.columns import CHECK_BYTES, check_bytes
+from nearkin_shared.formats.tree_layout import FOOTER_BYTES, GroupInfo, TreeSummary, encode_end
 from nearkin_shared.formats.upload_parts import CopiedRange, PartsDecoder, PartsEncoder
 from nearkin_shared.limits import SEGMENT_BYTES_MAX
+from nearkin_shared.reading.tree_reader import END_BYTES
 from tests.support.checks.waiting import until
 from tests.support.servers.gateways import RunningGateway, embedded, running
 
@@ -200,6 +204,36 @@ def test_backup_without_base_sends_all_bytes(
     check_restored(server, source, tmp_path / "target")
 
 
+def test_write_token_sends_all_bytes(tmp_path: Path, source: Path, sent: list[bytes]) -> None:
+    """A token that may not read, as of a machine whose backups no intruder shall see, still stores backups."""
+    file = tmp_path / "tokens.json"
+    token, writer = (tokens.create(file, "default", scopes)[0] for scopes in (["read", "write"], ["write"]))
+    settings = embedded(tmp_path / "store", {"auth": {"tokens_file": str(file)}})
+    with running(settings) as gateway, nearkin.connect(gateway.url, writer) as server:
+        for number in (1, 2):
+            result = server.backup("home", [source])
+            assert (result.put.info.version, result.counts.files) == (number, FILES + 2)  # type: ignore[union-attr]
+        with nearkin.connect(gateway.url, token) as reading:
+            check_restored(reading, source, tmp_path / "target")
+    assert sent == []
+
+
+def test_damaged_manifest_sends_all_bytes(tmp_path: Path, source: Path, sent: list[bytes]) -> None:
+    """A newest version whose manifest is damaged is no base, and no reason to refuse backups."""
+    settings = embedded(tmp_path / "store")
+    with running(settings) as gateway, nearkin.connect(gateway.url) as server:
+        server.backup("home", [source])
+    (manifest,) = (path for path in (tmp_path / "store" / "manifests").rglob("*") if path.is_file())
+    manifest.chmod(0o600)
+    manifest.write_bytes(manifest.read_bytes()[:-1] + b"?")
+    with running(settings) as gateway, nearkin.connect(gateway.url) as server:
+        with pytest.raises(Corrupt):
+            server.info("home")
+        server.backup("home", [source])
+        check_restored(server, source, tmp_path / "target", 2)
+    assert sent == []
+
+
 def put_parts(gateway: RunningGateway, body: bytes, key: str = "home", **headers: str) -> tuple[int, str, str]:
     """Put a body of parts; return status, problem and its detail."""
     sent = {"Content-Type": upload_parts.PARTS_MEDIA_TYPE, "Nearkin-Base": "1", **headers}
@@ -279,6 +313,37 @@ def test_false_digests_are_refused(
         assert (status, name) == (400, "bad-input"), found
         assert detail in found
     assert [info.version for info in server.versions("home", all_versions=True)] == [1, 2]
+
+
+@pytest.mark.parametrize("part", ["index", "group"])
+def test_large_index_of_ranges_is_refused(
+    part: str, gateway: RunningGateway, server: RemoteStore, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A footer, or an index, that states that megabytes of ranges are entries takes no memory for them."""
+    size = server.backup("home", [source]).put.info.size_bytes  # type: ignore[union-attr]
+    made: list[int] = []
+    read = SplicedTree._read_new
+
+    def recorded(tree: SplicedTree, start: int, stop: int) -> bytes:
+        found = read(tree, start, stop)
+        made.append(len(found))
+        return found
+
+    monkeypatch.setattr(SplicedTree, "_read_new", recorded)
+    group = GroupInfo(b"", b"", 1, size, 0, bytes(16))
+    end = encode_end(TreeSummary(root=b"/"), [group])
+    if part == "index":
+        footer = struct.pack("<8sHHIQQQ", b"NKTREE\r\n", 1, 0, 0, 0, 0, size).ljust(FOOTER_BYTES - CHECK_BYTES, b"\0")
+        end = footer + check_bytes(footer)
+    body = bytearray()
+    encoder = PartsEncoder(body.extend)
+    encoder.add_copy(0, size)
+    encoder.add_data(end)
+    encoder.end(size + len(end), bytes(32))
+    status, name, detail = put_parts(gateway, bytes(body))
+    assert (status, name) == (400, "bad-input")
+    assert "the entries of a tree must be new bytes" in detail
+    assert max(made) <= END_BYTES
 
 
 def test_repeated_body_is_stored_once(
