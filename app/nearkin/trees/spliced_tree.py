@@ -110,7 +110,7 @@ class SplicedTree:
         self._digest = digest
 
     def _read_new(self, start: int, stop: int) -> bytes:
-        """Return bytes of the tree; zeros in place of those of ranges. Raises Corrupt for too many.
+        """Return bytes of the tree; zeros for those of ranges. Raises Corrupt for too many.
 
         Contents are read with the index up to END_BYTES before the end: more zeros are of entries or of an index, whose
         stated size a small body could set to gigabytes.
