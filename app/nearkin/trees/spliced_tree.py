@@ -10,17 +10,17 @@ its new files with their entries. The base is read once the put has begun: GC de
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-import numpy as np
 from blake3 import blake3
 
 from nearkin_shared.errors import BadInput, BaseUnusable, Corrupt, FormatTooNew, NotFound
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES
 from nearkin_shared.formats.upload_parts import CopiedRange
 from nearkin_shared.limits import MIB
+from nearkin_shared.reading.segment_window import SegmentWindow
 from nearkin_shared.reading.tree_reader import END_BYTES, PlacedEntry, TreeReader
 
 if TYPE_CHECKING:
@@ -153,14 +153,13 @@ class SplicedTree:
         try:
             base = self._store.manifest(self._key, self._base)
             self._store.check_sound(base)
-            lengths = np.zeros(0, np.uint32) if base.lengths is None else base.lengths
-            ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+            window = SegmentWindow(base, lambda start, stop: self._store.blob(base, start, stop).read())
             fresh_bytes = 0
             self._file.seek(0)
             for position, copied in self._ranges.placed():
                 self._write_new(writer, blob, position - fresh_bytes)
                 fresh_bytes = position
-                self._copy(writer, blob, base, ends, copied)
+                self._copy(writer, blob, base, window, copied)
         except (NotFound, Corrupt) as err:
             raise BaseUnusable(f"key {self._key!r} version {self._base}: cannot be copied from: {err}") from err
         self._write_new(writer, blob, None)
@@ -176,24 +175,23 @@ class SplicedTree:
             count = None if count is None else count - len(data)
 
     def _copy(
-        self, writer: EmbeddedWriter, blob: BlobTransfer, base: Manifest, ends: np.ndarray, copied: CopiedRange
+        self, writer: EmbeddedWriter, blob: BlobTransfer, base: Manifest, window: SegmentWindow, copied: CopiedRange
     ) -> None:
-        """Splice the whole segments of a range; read and write the parts of others.
-
-        `ends`: 0 and the ends of the segments of the base.
-        """
+        """Splice the whole segments of a range; read and write the parts of others."""
         start, stop = copied
-        first = int(np.searchsorted(ends, start))
-        last = int(np.searchsorted(ends, stop, side="right")) - 1
+        ends = window.ends
+        first = bisect_left(ends, start)
+        last = bisect_right(ends, stop) - 1
         if last > first:
             assert base.lengths is not None
-            self._write_range(writer, blob, base, start, int(ends[first]))
+            self._write_range(writer, blob, window, start, ends[first])
             rows = slice(first, last)
             writer.splice(blob, base.segments.take(rows), base.lengths[rows])
-            start = int(ends[last])
-        self._write_range(writer, blob, base, start, stop)
+            start = ends[last]
+        self._write_range(writer, blob, window, start, stop)
 
-    def _write_range(self, writer: EmbeddedWriter, blob: BlobTransfer, base: Manifest, start: int, stop: int) -> None:
-        if start < stop:
-            for piece in self._store.blob(base, start, stop).pieces():
-                writer.write(blob, piece)
+    def _write_range(
+        self, writer: EmbeddedWriter, blob: BlobTransfer, window: SegmentWindow, start: int, stop: int
+    ) -> None:
+        for position in range(start, stop, READ_BYTES):
+            writer.write(blob, window.read(position, min(stop, position + READ_BYTES)))

@@ -20,6 +20,7 @@ from nearkin.client.streaming import PartsUpload
 from nearkin.client.sync import RemoteStore
 from nearkin.embedded.gateway_backend import EmbeddedIngest
 from nearkin.store import open_store
+from nearkin.store_trees import TreeStorage
 from nearkin.trees import remote_trees, tree_sinks
 from nearkin.trees.backup import TreeBackup
 from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
@@ -420,6 +421,29 @@ def test_whole_segments_are_not_read(
     assert sum(read) < SEGMENT_BYTES_MAX < LARGE_BYTES
     assert result.put.info.digest == f"blake3:{server.tree('home').digest.hex()}"
     assert result.put.ledger.logical_bytes == result.put.info.size_bytes
+
+
+def test_many_ranges_of_a_segment_read_it_twice(
+    server: RemoteStore, source: Path, tmp_path: Path, sent: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where every other file changed, the writer opens no range for each: other puts wait for it."""
+    server.backup("home", [source])
+    for folder in (source / f"{number}" for number in range(9)):
+        for path in sorted(folder.iterdir())[::2]:
+            path.write_bytes(os.urandom(100))
+    opened: list[int] = []
+    open_range = TreeStorage._range
+
+    def recorded(store: Any, manifest: Any, start: int, stop: int) -> Any:
+        opened.append(start)
+        return open_range(store, manifest, start, stop)
+
+    monkeypatch.setattr(TreeStorage, "_range", recorded)
+    server.backup("home", [source])
+    assert len(sent) == 1
+    segments = server.info("home", 1).segments
+    assert 0 < len(opened) <= 2 * segments + 2 < FILES // 3
+    check_restored(server, source, tmp_path / "target")
 
 
 def test_version_outlives_its_base(tmp_path: Path, source: Path) -> None:

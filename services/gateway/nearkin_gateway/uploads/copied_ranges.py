@@ -25,6 +25,7 @@ from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.tree_layout import FOOTER_BYTES, decode_footer
 from nearkin_shared.formats.upload_parts import BASE_HEADER, PARTS_MEDIA_TYPE, CopiedRange, PartsDecoder
 from nearkin_shared.limits import FRAME_BYTES_MAX, MIB
+from nearkin_shared.reading.segment_window import SegmentWindow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,6 +87,7 @@ class PartsReceiver:
     def __init__(self, gateway: Gateway, base: Manifest) -> None:
         self._gateway, self._base = gateway, base
         self._decoder = PartsDecoder(base.size_bytes, int(gateway.bounds.body_bytes_max))
+        self._window = SegmentWindow(base, self._read_base)
         self._tail = b""
         """The last bytes of the result so far, as many as a footer has."""
 
@@ -148,10 +150,12 @@ class PartsReceiver:
         except Corrupt as err:
             raise BadInput(f"{err}; send all bytes of what is no tree") from err
 
-    async def _read(self, start: int, stop: int) -> bytes:
-        base, catalogue = self._base, self._gateway.catalogue
-        with base_errors(base.key, base.version):
-            return await asyncio.to_thread(lambda: catalogue.blob(base.tenant, base, start, stop).read())
+    async def _read(self, start: int, stop: int) -> memoryview:
+        with base_errors(self._base.key, self._base.version):
+            return await asyncio.to_thread(self._window.read, start, stop)
+
+    def _read_base(self, start: int, stop: int) -> bytes:
+        return self._gateway.catalogue.blob(self._base.tenant, self._base, start, stop).read()
 
     def _keep_tail(self, data: bytes | memoryview) -> None:
         self._tail = (self._tail + bytes(data[-FOOTER_BYTES:]))[-FOOTER_BYTES:]
