@@ -269,6 +269,7 @@ def test_wrong_bodies_are_refused(gateway: RunningGateway, server: RemoteStore, 
         (whole, "other", {}, 409, "base-unusable", "is no tree"),
         (whole, "home", {"Nearkin-Base": "newest"}, 400, "bad-base", "Nearkin-Base newest"),
         (whole, "home", {"Content-Type": "text/plain"}, 400, "bad-base", "want it with Content-Type"),
+        (whole, "home", {"X-Nearkin-Meta-Content-Type": "text/plain"}, 400, "bad-metadata", "a tree has its own"),
         (whole, "home", {"X-Content-SHA256": "0" * 64}, 400, "bad-digest", "ends with its own digest"),
     ]:
         found = put_parts(gateway, body, key, **headers)

@@ -32,7 +32,7 @@ from nearkin_gateway.http.digests import (
     wants_sha256,
 )
 from nearkin_gateway.http.multipart_ranges import MultipartRanges
-from nearkin_gateway.http.problems import responses
+from nearkin_gateway.http.problems import Problem, responses
 from nearkin_gateway.http.ranges import (
     RANGES_MAX,
     etag,
@@ -60,6 +60,7 @@ from nearkin_gateway.uploads.upload_service import (
     take,
 )
 from nearkin_shared.errors import PreconditionFailed
+from nearkin_shared.formats.upload_parts import BASE_HEADER
 from nearkin_shared.reading.restore import VerifiedPieces
 from nearkin_shared.results import CONTENT_TYPE_TREE
 from nearkin_shared.results_json import info_json
@@ -194,10 +195,9 @@ async def put_blob(
         gateway.admission.check_lag(caller.tenant)
     metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
     parts = await open_base(gateway, caller.tenant, caller.scopes, key, request.headers)
-    media_type = content_type_of(request.headers) if parts is None else CONTENT_TYPE_TREE
-    if media_type is not None:
-        metadata.setdefault(CONTENT_TYPE, media_type)
-        check_metadata(metadata)
+    _keep_media_type(metadata, CONTENT_TYPE_TREE if parts is not None else content_type_of(request.headers))
+    if parts is not None and metadata[CONTENT_TYPE] != CONTENT_TYPE_TREE:  # readers would not take it for a tree
+        raise Problem(400, "bad-metadata", f"{CONTENT_TYPE}: leave it out with {BASE_HEADER}: a tree has its own")
     announced = announced_digests(request.headers)
     precondition = precondition_of_put(request.headers)
     repeatable = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
@@ -242,6 +242,13 @@ async def put_blob(
     check_same(outcome, ending)
     annotate(request, version=outcome["version"])
     return created_response(gateway, caller.tenant, outcome)
+
+
+def _keep_media_type(metadata: dict[str, str], media_type: str | None) -> None:
+    """Keep the type as metadata, unless these name another one."""
+    if media_type is not None:
+        metadata.setdefault(CONTENT_TYPE, media_type)
+        check_metadata(metadata)
 
 
 def _pieces_of(
