@@ -43,6 +43,8 @@ NOBODY = 65_534
 """Owner of an entry whose own number is out of range: number 0 would be root."""
 _SECOND_NS = 1_000_000_000
 _I64_MAX = (1 << 63) - 1
+_MTIME_NS_MAX = (1 << 64) - 1
+"""The last time that the sorted list of members holds, in 2554. ext4 has times up to 2446, XFS up to 2486."""
 _ID = re.compile(r"-?[0-9]{1,19}", re.ASCII)
 _NUMBER = re.compile(r"(-?)([0-9]{1,19})(?:\.([0-9]{0,64}))?", re.ASCII)
 _KINDS = {
@@ -226,8 +228,8 @@ def _mtime_ns(info: tarfile.TarInfo, path: bytes, alter: Callable[[bytes, str], 
         found = whole * _SECOND_NS + int(fraction[:9].ljust(9, "0"))
         found = -found if sign else found
     else:
-        found = _I64_MAX + 1 if text else int(info.mtime) * _SECOND_NS
-    if abs(found) > _I64_MAX:
+        found = _MTIME_NS_MAX + 1 if text else int(info.mtime) * _SECOND_NS
+    if not -_I64_MAX <= found <= _MTIME_NS_MAX:
         alter(path, f"its time {text[:40] or info.mtime} is out of range, 1970 is stored")
         return 0
     return found

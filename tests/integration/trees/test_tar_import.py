@@ -261,6 +261,15 @@ def test_attributes_out_of_range_are_reported(store: Store) -> None:
     assert counts.left_out == 0
 
 
+@pytest.mark.parametrize("mtime", ["15032385535.5", "-2147483648", "18446744073.709551615"])
+def test_times_of_file_systems_are_imported(mtime: str, store: Store) -> None:
+    """The last time of ext4, in 2446, is beyond what 64 signed bits of nanoseconds hold."""
+    found, counts = imported(store, archive_of([(member("a", pax_headers={"mtime": mtime}), b"1")]))
+    whole, _, fraction = mtime.partition(".")
+    assert found[b"a"].mtime_ns == int(whole) * 1_000_000_000 + int(fraction.ljust(9, "0"))
+    assert counts.altered == 0
+
+
 @pytest.mark.parametrize("cut", [1, 700, 1024, 2560, 10_240])
 def test_cut_short_archive_is_refused(cut: int, store: Store) -> None:
     """Every end but the padding behind the end mark is noticed."""
