@@ -118,6 +118,8 @@ def test_ls_still_lists_keys(store: Path, call: InProcess) -> None:
     assert lines(call, store, "ls", "me@3:/x:/") == ["x"]
     for arguments, code, text in (
         (["ls", "hom:/etc"], 4, "key 'hom:/etc': the store has none, nor 'hom'"),
+        (["ls", "home@latest:/etc"], 4, "VERSION of 'home' is a number or a time, such as 3, 36h"),
+        (["ls", "hom@latest:/etc"], 4, "nor 'hom@latest'; `nearkin ls` lists the keys"),
         (["ls", "home:/nothing"], 4, "has no entry 'nothing'"),
         (["ls", "-l", "blob"], 2, "is a blob of `nearkin put`"),
         (["ls", "-l"], 2, "name it, as in `nearkin ls -l home:/`"),

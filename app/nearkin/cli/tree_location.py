@@ -115,8 +115,21 @@ def resolve_location(store: AnyStore, text: str) -> ResolvedLocation:
     if location is None:
         first, *others = (repr(one.key) for one in parse_location(text))
         also = f", nor {' or '.join(others)}" if others else ""
-        raise NotFound(f"key {first}: the store has none{also}; `nearkin ls` lists the keys")
+        remedy = _version_remedy(store, text) or "`nearkin ls` lists the keys"
+        raise NotFound(f"key {first}: the store has none{also}; {remedy}")
     return resolve_version(store, location)
+
+
+def _version_remedy(store: AnyStore, text: str) -> str | None:
+    """Return what a VERSION is if the text is an existing key, @ and no version."""
+    for head, _ in _split_paths(text):
+        key, at, version = head.rpartition("@")
+        if at and not _is_version(version) and _is_key(key) and _exists(store, key):
+            return (
+                f"VERSION of {key!r} is a number or a time, such as 3, 36h or 2026-11-20T18:00Z; without @VERSION the "
+                "newest applies"
+            )
+    return None
 
 
 def find_location(store: AnyStore, text: str) -> TreeLocation | None:
