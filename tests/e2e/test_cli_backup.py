@@ -142,6 +142,7 @@ def test_backup_of_unreadable_entries_is_incomplete(home: Path, store: Path) -> 
     lines = done.stderr.decode().splitlines()
     assert sorted(lines[:2]) == [f"nearkin: {home / name}: permission denied" for name in ("closed", "secret")]
     assert lines[2].startswith("nearkin: incomplete: 2 could not be read, 0 changed while they were read")
+    assert lines[2].endswith("; check the named paths and the permissions of this user")
     answer = json.loads(as_json.stdout)
     assert (answer["unread"], answer["files"], as_json.stderr) == (2, 3, b"")
     assert answer["problems"][0] == {"path": str(home / "secret"), "reason": "permission denied"}

@@ -348,9 +348,14 @@ def _report(session: Session, key: str, result: BackupResult, seconds: float, *,
         f"{plural(counts.unchanged_files, 'unchanged file')}, stored {human_bytes(put.ledger.stored_bytes)}"
     )
     if code:
+        remedy = (
+            "check the named paths and the permissions of this user"
+            if counts.unread
+            else "run it again while no program writes to them"
+        )
         warn(
             f"incomplete: {counts.unread:,} could not be read, {counts.changed:,} changed while they were read; all "
-            "else is stored; run it again, as a user who may read them"
+            f"else is stored; {remedy}"
         )
     return code
 
