@@ -246,6 +246,8 @@ def error_of(named: str, status: int, headers: Mapping[str, str], body: bytes) -
         text = f"{named}: HTTP {status} {httpx.codes.get_reason_phrase(status)}".rstrip()
         if 300 <= status < 400:
             text += f" to {headers.get('location', 'nowhere')[:200]!r}: name that URL as the server"
+    if status == 401:
+        text += "; NEARKIN_TOKEN, or `token` of nearkin.connect, names the token"
     err = kind(text)
     if isinstance(err, RetryableError):
         err.retry_after_seconds = _retry_after(headers)

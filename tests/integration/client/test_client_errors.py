@@ -40,6 +40,7 @@ def test_bad_token_is_denied_and_never_shown(gateway: ScriptedGateway) -> None:
         with nearkin.connect(gateway.url, token) as store, pytest.raises(AccessDenied) as raised:
             store.put("k", DATA)
         assert "another-token" not in str(raised.value)
+        assert str(raised.value).endswith("; NEARKIN_TOKEN, or `token` of nearkin.connect, names the token")
     assert len(gateway.seen) == 2
 
 
