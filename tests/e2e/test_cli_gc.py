@@ -87,7 +87,7 @@ def test_gc_that_frees_nothing_names_the_reason(run: Run, tmp_path: Path) -> Non
     window = {"NEARKIN_DELETION__UNDELETE_SECONDS": "3600"}
     assert run("rm", "k", more=window).returncode == 0
     text = run("gc").stdout
-    assert "kept         1 deleted version in the undelete window or retained" in text
+    assert "kept         1 deleted version in the undelete window or retained, with checkpoints of backups: " in text
     assert "nothing to free" not in text
     assert "nothing to free" not in run("gc", "--now", "--yes").stdout
     assert "nothing to free" in run("gc", "--now", "--yes").stdout

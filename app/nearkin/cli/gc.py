@@ -187,8 +187,9 @@ def _reasons_for_nothing(report: Mapping[str, Any]) -> Iterator[str]:
     undeletable, recent = report.get("undeletable_versions"), report.get("recent_containers")
     if undeletable:
         yield (
-            f"kept         {plural(undeletable, 'deleted version')} in the undelete window or retained: `nearkin ls "
-            "--deleted` lists them, `nearkin gc --now` removes those that are not retained"
+            f"kept         {plural(undeletable, 'deleted version')} in the undelete window or retained, with "
+            "checkpoints of backups: `nearkin ls --deleted` lists all others, `nearkin gc --now` removes those that "
+            "are not retained"
         )
     if recent:
         yield (
