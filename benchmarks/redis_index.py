@@ -34,6 +34,7 @@ from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.container_entries import ContainerEntries
+from nearkin_shared.index.protocols import ContainerDirectories
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.connection import Command, RedisServer
 from nearkin_shared.results import Ledger
@@ -128,6 +129,25 @@ def look_up(find: Callable[[U8], tuple[Locations, Any]], rows: U8, batch: int, i
             )
 
 
+def withdraw(index: RedisIndex, what: str, directory: Directory, looked_up: object) -> dict[str, Any]:
+    """Withdraw a container and return what that took."""
+    dead = int(directory.container)
+    sent = index.server.one(("INFO", "stats"))["total_net_output_bytes"]
+    with count_commands() as commands:
+        server, wall, client = server_cpu(index), time.perf_counter(), time.process_time()
+        index.withdraw({dead: None}, {}, [dead], looked_up)
+        wall, client = time.perf_counter() - wall, time.process_time() - client
+        server = server_cpu(index) - server
+    return {
+        "what": what,
+        "commands": commands["commands"] - 2,  # two of INFO
+        "server_cpu_seconds": round(server, 4),
+        "client_cpu_seconds": round(client, 4),
+        "seconds": round(wall, 4),
+        "bytes_sent": index.server.one(("INFO", "stats"))["total_net_output_bytes"] - sent,
+    }
+
+
 def measure(chunks: int, lookups: int, url: str) -> dict[str, Any]:
     """Fill the index and measure it."""
     random = np.random.default_rng(7)
@@ -165,9 +185,13 @@ def measure(chunks: int, lookups: int, url: str) -> dict[str, Any]:
         for what, find, keys, is_present in kinds:
             work = partial(look_up, find, keys, batch, is_present)
             rates.append(timed(index, what, batch, len(keys), work))
-    with count_commands() as commands:
-        dead = int(made[-1].directory.container)
-        rates.append(timed(index, "withdraw a container", 1, 1, lambda: index.withdraw({dead: None}, {}, [dead])))
+    last = {int(entries.directory.container): entries.directory for entries in made[-2:]}
+    removals = [
+        withdraw(index, what, directory, looked_up)
+        for (what, looked_up), directory in zip(
+            [("by walk", None), ("by name", ContainerDirectories(last.get))], last.values(), strict=True
+        )
+    ]
     version = index.server.one(("INFO", "server"))["redis_version"]
     index.close()
     return {
@@ -176,7 +200,7 @@ def measure(chunks: int, lookups: int, url: str) -> dict[str, Any]:
         "segments": len(segments),
         "containers": len(made),
         "bytes_per_chunk": {name: round((after[name] - before[name]) / chunks, 2) for name in after},
-        "withdraw_commands": commands["commands"],
+        "removals": removals,
         "rates": [asdict(rate) for rate in rates],
     }
 
@@ -195,7 +219,12 @@ def main() -> None:
             **measure(given.chunks, given.lookups, url),
         }
     print(f"{result['chunks']} unique chunks: bytes a chunk {result['bytes_per_chunk']}")
-    print(f"{result['withdraw_commands']} commands to withdraw a container")
+    for removal in result["removals"]:
+        print(
+            f"a container withdrawn {removal['what']}: {removal['commands']} commands, "
+            f"{removal['server_cpu_seconds']} CPU s of the server, {removal['client_cpu_seconds']} of the client, "
+            f"{removal['bytes_sent']} bytes read, {removal['seconds']} s"
+        )
     print(f"{'what':20} {'batch':>7} {'a second':>10} {'a client CPU s':>15} {'a server CPU s':>15}")
     for rate in result["rates"]:
         print(
