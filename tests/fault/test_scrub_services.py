@@ -95,7 +95,9 @@ class RecordingIndex:
     def __init__(self) -> None:
         self.withdrawn: list[dict[int, object]] = []
 
-    def withdraw(self, chunks: Mapping[int, object], segments: object, containers: object) -> None:
+    def withdraw(
+        self, chunks: Mapping[int, object], segments: object, containers: object, looked_up: object = None
+    ) -> None:
         self.withdrawn.append(dict(chunks))
 
     def renew(self, summary: object) -> None: ...
@@ -123,8 +125,10 @@ def test_scrub_quarantines_and_reports_what_it_cannot_repair(
 class UnreachableIndex(RecordingIndex):
     """An index that is unreachable for its first update."""
 
-    def withdraw(self, chunks: Mapping[int, object], segments: object, containers: object) -> None:
-        super().withdraw(chunks, segments, containers)
+    def withdraw(
+        self, chunks: Mapping[int, object], segments: object, containers: object, looked_up: object = None
+    ) -> None:
+        super().withdraw(chunks, segments, containers, looked_up)
         if len(self.withdrawn) == 1:
             raise StoreUnavailable("redis does not answer")
 

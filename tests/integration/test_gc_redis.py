@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_shared.config.storage import GcSettings
 from nearkin_shared.errors import RetryableError
 from nearkin_shared.index.redis import lease as lease_module
+from nearkin_shared.index.redis.connection import Command, RedisServer
 from nearkin_shared.index.redis.gc_status import GcStatusStore
 from nearkin_shared.index.redis.lease import Lease, LeaseLost
 from nearkin_shared.objectstore.base import ObjectStore
@@ -103,6 +105,25 @@ def test_gc_runs_free_and_index_drops_entries(fleet: Deployed) -> None:
     containers = fleet.containers(fleet.objects)
     sizes = dict(containers.ids())
     assert all(summary.container_bytes == sizes[summary.container] for summary in fleet.index.containers())
+
+
+def test_gc_run_finds_chunks_by_name(fleet: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It withdraws chunks of directories that it has read, and reads no bucket of chunks."""
+    keys: list[str] = []
+    run = RedisServer.run
+
+    def recorded(self: RedisServer, commands: Sequence[Command]) -> list[Any]:
+        keys.extend(str(command[1]) for command in commands if command[0] == "HMGET")
+        return run(self, commands)
+
+    monkeypatch.setattr(RedisServer, "run", recorded)
+    before = len(fleet.index.entries()["chunks"])
+    report = fleet.make_gc_worker().run_once()
+    assert report is not None
+    assert report.pending_delete_containers
+    assert len(fleet.index.entries()["chunks"]) < before
+    assert [key for key in keys if "{f" in key]
+    assert not [key for key in keys if "{c" in key]
 
 
 def test_gc_runs_once_an_interval(fleet: Deployed) -> None:

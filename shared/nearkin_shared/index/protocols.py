@@ -5,10 +5,12 @@ Invariant: calls are batched; an entry names durable bytes only (I1).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from nearkin_shared.errors import NotFound, PermanentError
+from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.types import U8, U32, U64, Bools, ContainerId, Locations
@@ -112,6 +114,23 @@ class Catalog(Protocol):
         """Yield (key, version) as `catalog` orders them."""
 
 
+@frozen
+class ContainerDirectories:
+    """Directories of containers to withdraw: their names say where an index has the entries.
+
+    A directory is read when it is needed, since those of one GC run may not fit in memory.
+    """
+
+    read: Callable[[ContainerId], Directory | None]
+
+    def get(self, container: int) -> Directory | None:
+        """Return a container's directory, None if it is lost or damaged. Raises StoreUnavailable."""
+        try:
+            return self.read(ContainerId(container))
+        except (PermanentError, NotFound):
+            return None
+
+
 @runtime_checkable
 class SupportsCollection(Protocol):
     """Index from which a GC run can withdraw entries."""
@@ -127,8 +146,8 @@ class SupportsCollection(Protocol):
 
         `chunks` and `segments` map a container to ordinals, or to None for all its chunks (its segments too).
         `containers` were deleted as a whole and are no longer counted. Missing entries are ignored. `looked_up` is the
-        result of an earlier lookup of these entries, or of more, in the same index: it saves some backends the search;
-        others ignore it.
+        result of an earlier lookup of these entries, or of more, in the same index, or `ContainerDirectories` of these
+        containers: it saves some backends the search; others ignore it.
         """
 
     def renew(self, summary: ContainerSummary) -> None:

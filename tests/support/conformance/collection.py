@@ -11,9 +11,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nearkin_shared.errors import Corrupt
+from nearkin_shared.formats.directory import Directory
 from nearkin_shared.index.catalog import summarise
-from nearkin_shared.index.protocols import CollectedVersion, Index, MarkedVersion, SupportsCollection
-from nearkin_shared.types import U64
+from nearkin_shared.index.protocols import (
+    CollectedVersion,
+    ContainerDirectories,
+    Index,
+    MarkedVersion,
+    SupportsCollection,
+)
+from nearkin_shared.types import U64, ContainerId
 from tests.support.conformance.index_contract import (
     FIRST,
     SECOND,
@@ -26,6 +34,16 @@ from tests.support.conformance.index_contract import (
     rows,
     second_claims,
 )
+
+
+def lost_first(container: ContainerId) -> Directory:
+    """Return the directory of the second container. Raises Corrupt for the first."""
+    if container == FIRST:
+        raise Corrupt("lost")
+    return second_claims().directory
+
+
+DIRECTORIES = ContainerDirectories({FIRST: first_claims().directory, SECOND: second_claims().directory}.get)
 
 
 class CollectionIndex(Index, SupportsCollection, Protocol):
@@ -72,6 +90,36 @@ class CollectionContract:
         index.withdraw({FIRST: None}, {}, [FIRST])
         assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [None, (SECOND, 1)]
         assert index.container_ids().tolist() == [SECOND]
+
+    def test_removal_by_name_leaves_the_other_entries(self, index: CollectionIndex) -> None:
+        """The containers share a chunk, a segment and a super-feature, of which the first has the entries."""
+        index.withdraw({SECOND: None}, {}, [SECOND], DIRECTORIES)
+        assert rows(index.locate_chunks(chunk_names("a", "bb", "dddd", "eeeee"))) == [
+            (FIRST, 0),
+            (FIRST, 1),
+            None,
+            None,
+        ]
+        assert rows(index.locate_segments(ids("s2", "s3"))) == [(FIRST, 1), None]
+        assert rows(of_rank(index, SKETCH, 0, np.array([80, 81], np.uint64))) == [(FIRST, 1), None]
+        assert index.container_ids().tolist() == [FIRST]
+
+    def test_removal_by_name_of_some_chunks(self, index: CollectionIndex) -> None:
+        """Ordinals that the container does not have are ignored."""
+        for _ in range(2):
+            index.withdraw({FIRST: np.array([1, 2, 900], np.uint32)}, {}, (), DIRECTORIES)
+            assert rows(index.locate_chunks(chunk_names("a", "bb", "ccc", "dddd"))) == [
+                (FIRST, 0),
+                None,
+                None,
+                (SECOND, 1),
+            ]
+            assert rows(of_rank(index, SKETCH, 0, np.array([70, 80], np.uint64))) == [(FIRST, 0), None]
+
+    def test_removal_without_a_directory_is_complete(self, index: CollectionIndex) -> None:
+        """One directory is lost, the other can be read."""
+        index.withdraw({FIRST: None, SECOND: None}, {}, [FIRST, SECOND], ContainerDirectories(lost_first))
+        assert not any(index.entries().values())
 
     def test_republished_container_omits_pending_delete(self, index: CollectionIndex) -> None:
         """A rebuild leaves out entries that are pending delete."""

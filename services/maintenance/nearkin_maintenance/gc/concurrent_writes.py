@@ -17,7 +17,7 @@ import numpy as np
 from nearkin_maintenance.gc.gc_plan import ContainerRemoval
 from nearkin_maintenance.gc.mark import LiveSet, Masks
 from nearkin_maintenance.gc.writer_gate import WriterGate
-from nearkin_shared.index.protocols import SupportsCollection
+from nearkin_shared.index.protocols import ContainerDirectories, SupportsCollection
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.types import U32, Bools, ContainerId
@@ -76,7 +76,7 @@ class ConcurrentWrites:
         """
         looked_up = self._gate.prefetch_removals(chunks, segments)
         failpoint("gc.removals-found")
-        return looked_up
+        return ContainerDirectories(self._containers.directory) if looked_up is None else looked_up
 
     def refresh(self) -> None:
         """Add writes since the last refresh to the live set.

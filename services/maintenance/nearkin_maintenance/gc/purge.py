@@ -26,7 +26,7 @@ from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats import container_layout
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.index.catalog import summarise_directory
-from nearkin_shared.index.protocols import SupportsCollection
+from nearkin_shared.index.protocols import ContainerDirectories, SupportsCollection
 from nearkin_shared.limits import MIB
 from nearkin_shared.storage.container_graph import topological_order
 from nearkin_shared.storage.containers import ContainerStore
@@ -94,7 +94,8 @@ class Purge:
         for container, directory in directories.items():
             if directory is not None and len(rows := _unneeded_recipes(live_set, directory)):
                 segments[int(container)] = rows
-        index.withdraw({**chunks, **dict.fromkeys(unneeded_containers)}, segments, unneeded_containers)
+        removals: dict[int, U32 | None] = {**chunks, **dict.fromkeys(unneeded_containers)}
+        index.withdraw(removals, segments, unneeded_containers, ContainerDirectories(directories.get))
         failpoint("purge.withdrawn")
 
     def _dependents_first(self, containers: list[ContainerId]) -> list[ContainerId]:

@@ -23,7 +23,7 @@ from nearkin_maintenance.verify.verifier import IndexedVersions, Verifier
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, NearkinError, PermanentError
 from nearkin_shared.fingerprints import Fingerprinter
-from nearkin_shared.index.protocols import SupportsCollection
+from nearkin_shared.index.protocols import ContainerDirectories, SupportsCollection
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.objectstore.parity import FOLDER, SUFFIX, ParityObjectStore
 from nearkin_shared.observability import metrics
@@ -113,7 +113,8 @@ class BackgroundScrub:
             corrupt = verifier.corrupt_chunks()
             self._quarantine_chunks(corrupt)
             if isinstance(self._index, SupportsCollection):
-                self._index.withdraw(corrupt.chunks, corrupt.segments, ())
+                directories = ContainerDirectories(self._containers.directory)
+                self._index.withdraw(corrupt.chunks, corrupt.segments, (), directories)
         metrics.SCRUB_DAMAGED.inc(len(damaged))
         metrics.CORRUPT.labels("scrub").inc(len(damaged))
         for damage in report.damage:

@@ -86,6 +86,14 @@ def insert_calls(epoch: Epoch, table: Table, parts: Sequence[Numbered]) -> list[
     ]
 
 
+def remove_calls(epoch: Epoch, table: Table, parts: Sequence[Numbered]) -> list[Command]:
+    """Return the calls that remove the entries with these keys and numbers, by partition."""
+    if not parts:
+        return []
+    keys, numbers = Keys.join([keys for keys, _ in parts]), np.concatenate([numbers for _, numbers in parts])
+    return _partition_calls(epoch, "remove", table, key_encoding.with_numbers(keys, numbers), keys.partitions)[1]
+
+
 def entries_of(buckets: Any, width: int) -> U8:
     """Return all whole entries of a partition's reply to HGETALL."""
     pairs = buckets.items() if isinstance(buckets, dict) else zip(buckets[::2], buckets[1::2], strict=True)

@@ -19,7 +19,7 @@ import numpy as np
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.index.catalog import summarise
 from nearkin_shared.index.container_entries import ContainerEntries
-from nearkin_shared.index.protocols import ContainerSummary
+from nearkin_shared.index.protocols import ContainerDirectories, ContainerSummary
 from nearkin_shared.index.redis import catalog_encoding, key_encoding
 from nearkin_shared.index.redis.connection import RETRIES, TIMEOUT_SECONDS, Command, RedisServer
 from nearkin_shared.index.redis.epoch import Epoch, EpochReplaced, Epochs, NumberedContainers
@@ -193,9 +193,13 @@ class RedisIndex(RedisCatalog):
     ) -> None:
         """Withdraw entries by the container that they name, of all domains.
 
-        Reads the whole index; `looked_up` is ignored.
+        `looked_up`: `ContainerDirectories`, with which chunks are removed by their names; without, or where a directory
+        is lost, the table of chunks is read. Those of super-features and of segments are always read.
         """
-        self._in_epoch(partial(self._withdraw, chunks=chunks, segments=segments, containers=containers))
+        directories = looked_up if isinstance(looked_up, ContainerDirectories) else None
+        self._in_epoch(
+            partial(self._withdraw, chunks=chunks, segments=segments, containers=containers, directories=directories)
+        )
 
     def _withdraw(
         self,
@@ -203,9 +207,10 @@ class RedisIndex(RedisCatalog):
         chunks: Mapping[int, U32 | None],
         segments: Mapping[int, U32 | None],
         containers: Collection[int],
+        directories: ContainerDirectories | None,
     ) -> None:
         self.epochs.cover_all(epoch)
-        withdraw_entries(self.server, epoch, chunks, segments)
+        withdraw_entries(self.server, epoch, chunks, segments, directories)
         drop_containers(self.server, self.epochs.key, epoch, containers)
 
     def advance_generation(self, at_least: int) -> int:
