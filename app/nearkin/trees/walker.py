@@ -235,7 +235,7 @@ class TreeWalker:
     def folders(self) -> Iterator[ListedFolder]:
         """Yield each folder that can be read.
 
-        Raises BadInput if the root itself cannot be listed, or is the store.
+        Raises BadInput if the root itself cannot be listed, or is the store or of the kernel.
         """
         status = self.root_status()
         self._check_root(status)
@@ -267,8 +267,12 @@ class TreeWalker:
         return bool(self._paths.followed) and (folder + b"/" + name if folder else name) in self._paths.followed
 
     def _check_root(self, status: os.stat_result) -> None:
-        """Refuse a root that is the store, or is in it. Raises BadInput."""
+        """Refuse a root of the kernel, the store, and what is in it. Raises BadInput."""
         folder = self._paths.root
+        if status.st_dev in self._pseudo:
+            raise BadInput(
+                f'path "{os.fsdecode(folder)}": is in a file system of the kernel; `nearkin put` stores a file of it'
+            )
         while (status.st_dev, status.st_ino) not in self._left_out:
             above = os.path.dirname(folder)
             if above == folder:

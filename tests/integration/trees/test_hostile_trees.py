@@ -14,6 +14,7 @@ import pytest
 from nearkin.store import open_store
 from nearkin.trees import attributes
 from nearkin.trees.store_backup import BackupResult
+from nearkin_shared.errors import BadInput
 from nearkin_shared.formats.tree_entry_group import EntryFlag
 
 SIZE = 3_000_000
@@ -224,6 +225,15 @@ def test_mounts_of_the_kernel_and_loops_are_not_entered(tmp_path: Path) -> None:
         "is a file system of the kernel; its content is left out",
         "is mounted inside itself; its content is left out",
     ]
+
+
+@pytest.mark.parametrize("path", ["/proc", "/proc/cpuinfo", "/proc/self/fd"])
+def test_given_path_of_the_kernel_is_refused(path: str, tmp_path: Path) -> None:
+    """Its folders would be left out one by one, its files be read: a version without use."""
+    with open_store(tmp_path / "store", create=True) as store:
+        with pytest.raises(BadInput, match="is in a file system of the kernel"):
+            store.backup("home", [path])
+        assert store.versions() == []
 
 
 def test_name_of_a_symlink_that_was_not_stored_is_no_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
