@@ -20,8 +20,10 @@ import redis
 
 from nearkin_shared.config.services import RedisSettings
 from nearkin_shared.errors import ConfigError, StoreUnavailable
+from nearkin_shared.index.protocols import ContainerDirectories
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.background_rebuild import Rebuilder
+from nearkin_shared.types import ContainerId
 from tests.support.checks.waiting import until
 from tests.support.conformance import IndexContract
 from tests.support.conformance.index_contract import (
@@ -29,6 +31,7 @@ from tests.support.conformance.index_contract import (
     SECOND,
     SKETCH,
     chunk_names,
+    claims,
     first_claims,
     ids,
     manifest,
@@ -116,6 +119,28 @@ def test_entries_are_spread_over_a_cluster(cluster: list[RedisServer]) -> None:
         with redis.Redis.from_url(server.url) as client:
             connections.append(client.dbsize())
     assert min(connections) > sum(connections) / 10
+
+
+def test_entries_are_withdrawn_from_all_cluster_nodes(cluster: list[RedisServer]) -> None:
+    """Chunks by name, super-features and segments by search; the other container's stay."""
+    flush(cluster)
+    index = RedisIndex(cluster_settings(cluster), samples.DOMAIN)
+    one, other = (
+        claims(
+            ContainerId((1 << 40) + n),
+            [f"{n} {i}" for i in range(200)],
+            [f"s{n}", f"t{n}"],
+            [[n, i + 1] for i in range(200)],
+        )
+        for n in (1, 2)
+    )
+    index.publish(other)
+    before = index.entries()
+    index.publish(one)
+    dead = int(one.directory.container)
+    index.withdraw({dead: None}, {}, [dead], ContainerDirectories({dead: one.directory}.get))
+    assert index.entries() == before
+    index.close()
 
 
 def test_emptied_cluster_node_is_noticed(cluster: list[RedisServer]) -> None:
@@ -226,6 +251,7 @@ def test_unix_socket_works(tmp_path: Path) -> None:
 PUBLISH = """
 import json, random, sys
 from nearkin_shared.config.services import RedisSettings
+from nearkin_shared.index.protocols import ContainerDirectories
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.types import ContainerId
 from tests.support.data import samples
