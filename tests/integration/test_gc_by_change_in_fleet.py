@@ -287,6 +287,31 @@ def test_grace_over_since_the_listing_does_not_count(fleet: HybridFleet) -> None
         assert found["deleted"] > 0
 
 
+@pytest.mark.parametrize("gc", [BY_CHANGE, MARKING])
+def test_grace_over_while_marking_does_not_count(fleet: HybridFleet, gc: GcSettings) -> None:
+    """A marking that outlasts the grace keeps data that a version found before and named since its listing."""
+    fleet.collect(gc)
+    copied, began = fleet.contents["k3", 1], fleet.now + GRACE + 59
+    in_flight = begin_puts(fleet.objects, CHOSEN, {"copy": copied}, began)
+    fleet.delete("k3")
+    fleet.collect(gc)
+    assert PendingDeleteStore(fleet.objects).read()
+    shutil.rmtree(fleet.tables, ignore_errors=True)  # so that both modes mark
+    fleet.now += 61
+
+    def take_long() -> None:
+        assert fleet.now - began < GRACE / 4
+        in_flight.deliver()
+        fleet.contents["copy", 1] = copied
+        fleet.now += GRACE
+
+    with at_point("gc.marked", take_long):
+        assert fleet.worker(gc).run_once() is not None
+    for _ in range(3):
+        fleet.check()
+        fleet.collect(gc)
+
+
 def test_history_in_fleet_removes_only_what_marking_would(tmp_path: Path, redis: Redis, key_prefix: str) -> None:
     """Any removal during a random history is one that marking would make, and all versions stay readable."""
     seeds = range(8) if "LONG" in os.environ else range(2)

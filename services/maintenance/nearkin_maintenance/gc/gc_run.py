@@ -256,6 +256,8 @@ class GcPass:
         self._grace_us = grace_us
         self._online = online
         self._totals = GcTotals(store.metered)
+        self._listed_us = 0
+        """Time before the listing: what becomes due later may be needed by a version that was not listed yet."""
 
     def run(self, *, deleted_too: bool = False, dry_run: bool = False) -> GcReport:
         """Do all steps. `dry_run`: also sum up the bytes that remain, by reason.
@@ -264,6 +266,7 @@ class GcPass:
         """
         started, token = time.perf_counter(), self._gate.change_token()
         self._check_clock()
+        self._listed_us = self._hooks.now_us()
         generations = self._containers.generations()  # before the manifests: a concurrent put then adds no garbage
         roots = self._find_roots(generations, deleted_too=deleted_too)
         recent = self._recent_containers(generations)
@@ -413,7 +416,7 @@ class GcPass:
         """
         if not self._online:
             return set()
-        older = without_recent(containers, self._hooks.now_us(), self._grace_us)
+        older = without_recent(containers, self._listed_us, self._grace_us)
         return {container for container in containers if container not in older}
 
     def _make_executor(self, writes: ConcurrentWrites, sizes: dict[int, int]) -> GcExecutor:
@@ -434,7 +437,7 @@ class GcPass:
             )
 
     def _is_due(self, entry: PendingDelete) -> bool:
-        return entry.at_us + self._grace_us <= self._hooks.now_us()
+        return entry.at_us + self._grace_us <= self._listed_us
 
     # --- 1, 2: generations and versions that an earlier run did not finish --------------------------------------------
 
