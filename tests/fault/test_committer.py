@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from nearkin_committer import handler as committer_handler
 from nearkin_committer.handler import CommitterHandler
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import RetryableError
 from nearkin_shared.formats.blob_table import BatchedBlob, blob_id
 from nearkin_shared.formats.head_record import Heads, encode_heads
 from nearkin_shared.formats.manifest import Manifest
@@ -27,11 +30,12 @@ from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.tenant_context import tenant_contexts
+from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.objectstore.delegating import record_key_of
 from nearkin_shared.objectstore.factory import open_store_of
 from nearkin_shared.results import Ledger
 from nearkin_shared.storage.heads import VersionHeads
-from nearkin_shared.storage.manifests import ManifestStore, key_digest
+from nearkin_shared.storage.manifests import ManifestStore, key_digest, object_name
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.types import Locations
 from tests.support.fakes.committers import EmptyBacklog, RecordingOutbox
@@ -330,6 +334,36 @@ def test_late_version_of_pending_delete_is_taken_back(log: Log, monkeypatch: pyt
     assert (history.committed, history.sequence) == (False, 1)
     assert not log.manifests.shows("t", "k1", history)
     assert log.manifests.mark("t", "k1", 1, 1).who == "committer"
+
+
+@pytest.mark.parametrize("answer", [RetryableError("killed"), AlreadyExists("k1")])
+def test_version_late_in_a_paused_put_is_taken_back(
+    log: Log, monkeypatch: pytest.MonkeyPatch, answer: Exception
+) -> None:
+    """A committer is paused in its put, and then killed, or misses the answer: the version is checked all the same."""
+    log.add_segments(1, 0)
+    log.add_end(1, 1)
+    seconds, time_ns, put = 20 * 3600, time.time_ns, ManifestStore.put
+
+    def put_later(self: ManifestStore, manifest: Manifest) -> int:
+        monkeypatch.setattr(ManifestStore, "put", put)
+        monkeypatch.setattr(time, "time_ns", lambda: time_ns() + int(seconds * 1e9))
+        for name, _ in list(log.objects.names("containers")):  # a GC run, a grace later
+            log.objects.delete(name)
+        put(self, manifest)
+        name = object_name(manifest.tenant, manifest.key, manifest.version)
+        path = Path(str(log.settings.object_store.url).removeprefix("file://"), name)
+        os.utime(path, (time.time() + seconds, time.time() + seconds))
+        raise answer
+
+    monkeypatch.setattr(ManifestStore, "put", put_later)
+    with suppress(RetryableError):
+        log.read()
+    if isinstance(answer, RetryableError):
+        log.begin()
+        log.read()
+    assert log.states() == {"k1": "failed"}
+    assert not log.manifests.histories("t", "k1")[1].committed
 
 
 def test_two_uploads_of_one_key_are_two_versions(log: Log) -> None:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from nearkin_committer.batch_commit import BatchCommits, CommittedVersion, ends_of
-from nearkin_committer.late_versions import take_back
+from nearkin_committer.late_versions import durable_us, take_back
 from nearkin_committer.open_blob import BlobName, OpenBlob, lacks_bytes
 from nearkin_committer.ready_blobs import ReadyBlobs
 from nearkin_committer.version_content import VersionContent, assemble_content, make_manifest, split_content
@@ -478,7 +478,7 @@ class CommitterHandler:
                 self._heads.warn_if_removed(tenant, key, histories)
             earlier = self._earlier(end, sorted(histories))
             if earlier is not None:
-                return *earlier, earlier[0].created_us
+                return *earlier, durable_us(self._manifests, earlier[0])
             check_precondition(self._manifests, self._refusals, end, histories)
             self._require_stored(lane, gathered.segments)
             manifest = make_manifest(self._settings, self._manifests, end, gathered, histories, taken)
