@@ -38,7 +38,7 @@ def durable_us(manifests: ManifestStore, manifest: Manifest) -> int:
         return manifest.created_us
     try:
         written = lowest.modified_seconds(object_name(manifest.tenant, manifest.key, manifest.version))
-    except NotFound:  # mended from its parity
+    except NotFound:  # read from its parity
         return manifest.created_us
     return max(manifest.created_us, int(written * 1e6))
 

@@ -257,7 +257,7 @@ class GcPass:
         self._online = online
         self._totals = GcTotals(store.metered)
         self._listed_us = 0
-        """Time before the listing: what becomes due later may be needed by a version that was not listed yet."""
+        """Time before the listing: a version that is not listed may need data that become due later."""
 
     def run(self, *, deleted_too: bool = False, dry_run: bool = False) -> GcReport:
         """Do all steps. `dry_run`: also sum up the bytes that remain, by reason.
