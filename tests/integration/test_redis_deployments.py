@@ -251,7 +251,6 @@ def test_unix_socket_works(tmp_path: Path) -> None:
 PUBLISH = """
 import json, random, sys
 from nearkin_shared.config.services import RedisSettings
-from nearkin_shared.index.protocols import ContainerDirectories
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.types import ContainerId
 from tests.support.data import samples
