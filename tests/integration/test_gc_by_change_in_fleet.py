@@ -476,6 +476,26 @@ def test_manifest_of_another_size_is_a_doubt(fleet: HybridFleet, change: Callabl
             fleet.objects.put_new(name, data)
 
 
+def test_number_given_again_is_counted_again(fleet: HybridFleet) -> None:
+    """A version whose number an older committer gave again keeps its data, also after the run that marks for it."""
+    contents = [fleet.contents["k1", 1], random_bytes(700_000, 42)]
+    flights = [
+        begin_puts(fleet.objects, CHOSEN, {"again": content}, fleet.now + number * (2 * GRACE + 100))
+        for number, content in enumerate(contents)
+    ]
+    flights[0].deliver()
+    fleet.collect()
+    fleet.collect()
+    fleet.objects.delete(object_name("default", "again", 1))
+    flights[1].deliver()
+    fleet.contents["again", 1] = contents[1]
+    with counted_runs() as found:
+        for _ in range(6):
+            fleet.collect()
+            fleet.check()
+        assert found["marks"] == 1
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ from nearkin_maintenance.gc.reach_summaries import (
     LISTED,
     IndexChanges,
     MarkingNeeded,
+    TablesContradicted,
     find_changes,
     find_unreachable,
     forget_containers,
@@ -153,6 +154,9 @@ class IncrementalPass:
             report = make_report(self._totals, record, self._grace_us, self._hooks.now_us(), started)
         except (MarkingNeeded, Corrupt, NotFound) as err:
             _log.info("gc: this run marks: %s", err)
+            if isinstance(err, TablesContradicted):  # a later count reads new versions only
+                with self._ledger.transaction() as rows:
+                    rows.empty(self._ledger.name)
         seconds = time.perf_counter() - started
         return IncrementalResult(
             report, frozenset(self._keys), self._totals.versions, self._totals.freed_bytes, seconds
@@ -404,7 +408,7 @@ class IncrementalPass:
         for name in names:
             manifest = reader.read(name)
             if digests.pop(_identity(manifest), None) != digest_references(manifest):
-                raise MarkingNeeded(f"{name}: not the manifest that was counted")
+                raise TablesContradicted(f"{name}: not the manifest that was counted")
             if np.isin(manifest.segments.containers, removed).any():
                 _log.error("%s: wrong summary in index/gc; all are made again", name)
                 raise MarkingNeeded(f"{name}: names a container that its summary leaves out")

@@ -30,6 +30,7 @@ from nearkin_maintenance.gc.reach_summaries import (
     LISTED,
     IndexChanges,
     MarkingNeeded,
+    TablesContradicted,
     find_changes,
     keep_containers,
     record_container,
@@ -109,7 +110,7 @@ class OnlinePass(IncrementalPass):
             for name, listed in versions.items():
                 before = rows.get("listed", name)
                 if before is not None and before[8:12] != listed.marks[8:12]:
-                    raise MarkingNeeded(f"version {listed.version} of key {listed.key.hex()} has another manifest")
+                    raise TablesContradicted(f"version {listed.version} of key {listed.key.hex()} has another manifest")
 
     def _listing(self, keys: Collection[bytes]) -> ManifestListing:
         return self._listed.of(keys)

@@ -42,6 +42,10 @@ class MarkingNeeded(Exception):
     """The run has to mark, for the reason given."""
 
 
+class TablesContradicted(MarkingNeeded):
+    """The run has to mark, and to count everything again: a counted version has another manifest."""
+
+
 @frozen
 class ListedVersion:
     """A version as the index lists it."""
