@@ -43,7 +43,7 @@ class MarkingNeeded(Exception):
 
 
 class TablesContradicted(MarkingNeeded):
-    """The run has to mark, and to count everything again: a counted version has another manifest."""
+    """A counted version has another manifest: the run marks and counts everything again."""
 
 
 @frozen
