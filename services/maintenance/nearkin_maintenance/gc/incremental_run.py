@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field, replace
 from functools import partial
@@ -281,8 +281,14 @@ class IncrementalPass:
         snapshot, changes = self._find_changes(index)
         roots = self._find_roots(changes)
         self._totals.undeletable = len(roots.undeletable)
+        return self._prove_decision(snapshot, lambda rows: self._count(rows, snapshot, changes, roots))
+
+    def _prove_decision(
+        self, snapshot: IndexSnapshot, count: Callable[[LedgerRows], None] = lambda rows: None
+    ) -> _Decision:
+        """Decide and prove in one transaction, which begins with `count`."""
         with self._ledger.transaction() as rows:
-            self._count(rows, snapshot, changes, roots)
+            count(rows)
             decision = self._check_sizes(rows, self._decide(rows))
             self._prove(rows, snapshot, decision.removed)
         failpoint("change.written")

@@ -47,7 +47,6 @@ from nearkin_shared.index.protocols import SupportsCollection
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestListing, ManifestStore, key_and_version
 from nearkin_shared.types import ContainerId
-from nearkin_shared.utils.failpoints import failpoint
 
 RECENT_GRACES = 2
 """Age in graces below which a container stays: its versions may be in flight."""
@@ -122,11 +121,7 @@ class OnlinePass(IncrementalPass):
 
     def _collect(self) -> Mapping[int, PendingDelete]:
         """Remove unreachable containers; return the rest of the pending deletes."""
-        with self._ledger.transaction() as rows:
-            decision = self._check_sizes(rows, self._decide(rows))
-            self._prove(rows, self._listed.snapshot(), decision.removed)
-        failpoint("change.written")
-        return self._finish(self._index, decision, None)
+        return self._finish(self._index, self._prove_decision(self._listed.snapshot()), None)
 
     def _due_us(self) -> int:
         return self._listed.at_us
