@@ -84,7 +84,7 @@ def tree_paths(paths: Sequence[str | Path]) -> TreePaths:
     given = sorted({_given_path(os.fsencode(path)) for path in paths})
     absent = tuple((path.path, path.reason) for path in given if path.is_absent)
     if len(absent) == len(given):
-        more = f", nor do {len(absent) - 1:,} others exist" if len(absent) > 1 else ""
+        more = f"; {len(absent) - 1:,} others cannot be stored either" if len(absent) > 1 else ""
         raise BadInput(f'path "{os.fsdecode(absent[0][0])}": {absent[0][1]}{more}')
     if len(given) == 1 and os.path.isdir(given[0].path):
         return TreePaths(os.path.realpath(given[0].path), {b"": None})
@@ -109,11 +109,13 @@ def _given_path(path: bytes) -> _GivenPath:
             head = path if last == b".." else path[: path.rindex(last)]
             path = os.path.join(os.path.realpath(head), b"" if last == b".." else last) + path[len(path.rstrip(b"/")) :]
         absolute = os.path.abspath(path)
-        os.lstat(absolute)
+        status = os.lstat(absolute)
     except OSError as err:
         return _GivenPath(os.path.abspath(path), True, (err.strerror or "cannot be read").lower(), False)
     except ValueError as err:
         raise BadInput(f"path {path!r}: {err}") from err
+    if stat.S_ISSOCK(status.st_mode):
+        return _GivenPath(absolute, True, "is a socket, which has no content to store", False)
     return _GivenPath(absolute, False, "", parts[-1] in (b"", b".") and os.path.isdir(absolute))
 
 

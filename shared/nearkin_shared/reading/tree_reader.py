@@ -187,7 +187,8 @@ class TreeReader:
             placed = self._named.get((folder, name))
             if placed is not None:
                 return placed
-        raise NotFound(f"{self._label}: has no entry {path.decode(errors='backslashreplace')!r}")
+        shown, above = (part.decode(errors="backslashreplace") for part in (path, folder))
+        raise NotFound(f"{self._label}: has no entry {shown!r}; `nearkin ls KEY:/{above}` lists what is there")
 
     def content_of(self, placed: PlacedEntry) -> PlacedEntry:
         """Return the entry that holds the content: itself, or the target of a hard link.

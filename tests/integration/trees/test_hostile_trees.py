@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -225,6 +226,18 @@ def test_mounts_of_the_kernel_and_loops_are_not_entered(tmp_path: Path) -> None:
         "is a file system of the kernel; its content is left out",
         "is mounted inside itself; its content is left out",
     ]
+
+
+def test_given_socket_is_refused_or_reported(tmp_path: Path) -> None:
+    """Alone it would be an empty version; with other paths the backup is incomplete."""
+    folder, place = tmp_path / "folder", tmp_path / "socket"
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener, open_store(tmp_path / "store", create=True) as store:
+        listener.bind(str(place))
+        with pytest.raises(BadInput, match="is a socket, which has no content to store"):
+            store.backup("k", [place])
+        result = store.backup("k", [folder, place])
+        assert result.counts.unread == 1
 
 
 @pytest.mark.parametrize("path", ["/proc", "/proc/cpuinfo", "/proc/self/fd"])
