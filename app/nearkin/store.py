@@ -58,6 +58,7 @@ from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.memory import give_back_free
 from nearkin_shared.utils.private_files import make_private_folders
 from nearkin_shared.validation import (
+    RESERVED_PREFIX,
     Progress,
     Source,
     check_bound,
@@ -335,17 +336,19 @@ class Store(TreeStorage):
         """Delete a version, or all current versions of the key; return how many.
 
         They are deleted for every reader when this returns, and stay deleted after any failure; their bytes are freed
-        later, and `undelete` restores them for `deletion.undelete_seconds`. Version numbers are not reused. A version
-        that is committed meanwhile is kept. Raises NotFound, BadInput, RetentionActive
+        later, and `undelete` restores them for `deletion.undelete_seconds`; checkpoints of backups, which are of no use
+        then, only until the next GC run. Version numbers are not reused. A version that is committed meanwhile is
+        kept. Raises NotFound, BadInput, RetentionActive
         (retention.min_age_seconds: none is deleted), TenantErased, StoreLocked, StoreUnavailable (some may be
         deleted: repeat the call).
         """
         self._check_writable("delete")
+        is_checkpoint = key.startswith(RESERVED_PREFIX)
         return self._deletions.delete(
             self.settings.tenant,
             key,
             version,
-            undelete_seconds=self.settings.deletion.undelete_seconds,
+            undelete_seconds=0 if is_checkpoint else self.settings.deletion.undelete_seconds,
             who=user_and_host() if who is None else who,
             reason=reason,
         )

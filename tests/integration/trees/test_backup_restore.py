@@ -478,3 +478,6 @@ def test_keys_of_checkpoints_are_reserved_and_not_listed(tmp_path: Path) -> None
         assert [info.key for info in store.versions(all_versions=True)] == ["home"]
         with pytest.raises(BadInput, match="reserved"):
             store.put(".nearkin/checkpoints/x", b"")
+        assert store.gc().versions > 0, "finished checkpoints have no undelete window"
+        assert store.list_deleted(".nearkin/") == []
+        assert store.verify().versions == 1
