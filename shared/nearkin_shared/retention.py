@@ -29,7 +29,7 @@ from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.version_listing import infos_of
 from nearkin_shared.utils.frozen import frozen
-from nearkin_shared.validation import TAGS
+from nearkin_shared.validation import RESERVED_PREFIX, TAGS
 
 WHO, REASON = "retention", "retention.policies"
 _log = logging.getLogger("nearkin")
@@ -59,8 +59,10 @@ def policy_of(settings: RetentionSettings, tenant: str, key: str) -> RetentionPo
 def min_age_seconds(settings: RetentionSettings, tenant: str, key: str) -> int:
     """Return the age before which no caller may delete a version of the key.
 
-    The longest age that a setting states.
+    The longest age that a setting states. Checkpoints of backups have none: a backup deletes its own.
     """
+    if key.startswith(RESERVED_PREFIX):
+        return 0
     ages = [policy.min_age_seconds for policy in settings.policies if _matches(policy, tenant, key)]
     return max(settings.min_age_seconds, *ages, 0)
 

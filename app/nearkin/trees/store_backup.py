@@ -18,7 +18,7 @@ from blake3 import blake3
 from nearkin.trees.backup import FURTHER_FIELD, TreeBackup, TreeUnchanged
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions
 from nearkin.trees.parent_tree import ParentTree
-from nearkin_shared.errors import Corrupt, NotFound
+from nearkin_shared.errors import Corrupt, NotFound, RetentionActive
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.reading.tree_reader import TreeReader
@@ -91,7 +91,7 @@ def back_up(
         result = store.put(key, backup, metadata)
     except TreeUnchanged:
         return BackupResult(None, counts)
-    with suppress(NotFound):
+    with suppress(NotFound, RetentionActive):  # an earlier release retained checkpoints, too
         store.delete(checkpoint_key)
     return BackupResult(result, counts)
 

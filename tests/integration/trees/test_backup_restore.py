@@ -16,7 +16,7 @@ from nearkin.store import Store, open_store
 from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
 from nearkin.trees.exclusions import ExclusionOptions
 from nearkin.trees.restore_counts import Overwrite, RestoreOptions
-from nearkin_shared.errors import BadInput, Corrupt, NotFound
+from nearkin_shared.errors import BadInput, Corrupt, NotFound, RetentionActive
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
@@ -461,6 +461,23 @@ def test_backup_with_ignore_ctime_reads_changed_attributes(tmp_path: Path) -> No
         assert result.counts.unchanged_files == 1
         store.restore("home", tmp_path / "target")
     assert rsync_differences(folder, tmp_path / "target") == ""
+
+
+def test_minimum_age_retains_no_checkpoint(tmp_path: Path) -> None:
+    """Else a backup would end with an error although its version is stored."""
+    folder, retained = tmp_path / "source", settings({"retention": {"min_age_seconds": 86_400}})
+    folder.mkdir()
+    (folder / "file").write_bytes(os.urandom(100_000))
+    with (
+        open_store(tmp_path / "store", create=True, settings=retained) as store,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(nearkin.trees.checkpoint_schedule, "CHECKPOINT_BYTES_FIRST", 1)
+        patch.setattr(nearkin.trees.checkpoint_schedule, "CHECKPOINT_BYTES_MIN", 1)
+        assert store.backup("home", [folder]).is_complete
+        assert len(store.list_deleted(".nearkin/")) > 0
+        with pytest.raises(RetentionActive):
+            store.delete("home")
 
 
 def test_keys_of_checkpoints_are_reserved_and_not_listed(tmp_path: Path) -> None:
