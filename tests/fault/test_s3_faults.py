@@ -188,7 +188,7 @@ def own(tmp_path_factory: pytest.TempPathFactory, versitygw: S3) -> Iterator[S3]
 
 def test_server_away_for_a_while_only_costs_time(own: S3) -> None:
     """A server that is away for a while costs time and nothing else."""
-    objects = S3ObjectStore(own.settings(own.make_bucket("bucket")), RequestLimits(retries=20))
+    objects = S3ObjectStore(own.settings(own.make_bucket("bucket")), RequestLimits(retries=60))
     contents = {f"a/{number}": random_bytes(50_000, number) for number in range(200)}
     failed: list[BaseException] = []
 
