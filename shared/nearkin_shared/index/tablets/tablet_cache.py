@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from enum import StrEnum
 
@@ -92,6 +92,8 @@ class TabletCache:
         """Number of calls that dropped tablets: a tablet read before is not kept after one."""
         self._lock = threading.Lock()
         self._ahead: ThreadPoolExecutor | None = None
+        self._awaited: dict[int, Future[None]] = {}
+        """Containers that are read ahead, or will be."""
         self.reads: int = 0
         """Number of tablets read."""
 
@@ -108,7 +110,7 @@ class TabletCache:
         tablet = self._cached(container)
         counters.CACHE_LOOKUPS.add(1, "tablets", "no" if tablet is None else "yes")
         if tablet is None:
-            tablet = self._load(container)
+            tablet = self._read_ahead(container) or self._load(container)
             if successor is not None and self._policy is CachePolicy.PREFETCH:
                 self._load_ahead(successor)
         return tablet
@@ -120,6 +122,15 @@ class TabletCache:
                 self._tablets.move_to_end(container)
             return tablet
 
+    def _read_ahead(self, container: int) -> Tablet | None:
+        """Return a tablet that is being read ahead, once it is read; take one that waits to be off the queue."""
+        with self._lock:
+            reading = self._awaited.get(container)
+        if reading is None or reading.cancel():
+            return None
+        wait([reading])
+        return self._cached(container)
+
     def _load(self, container: int) -> Tablet:
         drops = self._drops
         tablet = self._read(container)
@@ -129,12 +140,19 @@ class TabletCache:
 
     def _load_ahead(self, container: int) -> None:
         with self._lock:
-            if container in self._tablets:
+            if container in self._tablets or container in self._awaited:
                 return
             if self._ahead is None:
                 self._ahead = ThreadPoolExecutor(1, "tablet-ahead")
-        with suppress(RuntimeError):  # no more threads, or closed meanwhile
-            self._ahead.submit(self._try_load, container)
+            try:
+                reading = self._awaited[container] = self._ahead.submit(self._try_load, container)
+            except RuntimeError:  # no more threads
+                return
+        reading.add_done_callback(lambda _: self._end_read_ahead(container))
+
+    def _end_read_ahead(self, container: int) -> None:
+        with self._lock:
+            self._awaited.pop(container, None)
 
     def _try_load(self, container: int) -> None:
         with suppress(NearkinError):  # a lookup that needs it raises the error
