@@ -188,7 +188,7 @@ def own(tmp_path_factory: pytest.TempPathFactory, versitygw: S3) -> Iterator[S3]
 
 def test_server_away_for_a_while_only_costs_time(own: S3) -> None:
     """A server that is away for a while costs time and nothing else."""
-    objects = S3ObjectStore(own.settings(own.make_bucket("bucket")), RequestLimits(retries=60))
+    objects = S3ObjectStore(own.settings(own.make_bucket("bucket")), RequestLimits(retries=20))
     contents = {f"a/{number}": random_bytes(50_000, number) for number in range(200)}
     failed: list[BaseException] = []
 
@@ -211,6 +211,17 @@ def test_server_away_for_a_while_only_costs_time(own: S3) -> None:
     assert not writer.is_alive()
     assert failed == []
     assert {name: objects.get(name) for name, _ in objects.names("")} == contents
+
+
+def test_server_away_for_eight_seconds_is_awaited(own: S3) -> None:
+    """The limits in force outlast a restart: their waits grow."""
+    objects = S3ObjectStore(own.settings(own.make_bucket("bucket")))
+    objects.put_new("a/1", DATA)
+    own.kill()
+    starting = threading.Timer(8, own.start)
+    starting.start()
+    assert objects.get("a/1") == DATA
+    starting.join()
 
 
 # --- messages for the operator ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ class RequestLimits:
 
     connect_seconds: int = 5
     request_seconds: int = 60
-    retries: int = 12
+    retries: int = 20
     retry_seconds: int = 60
 
 

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 TOKEN = "nearkin-put"  # noqa: S105 - the name of a metadata field
 BACKOFF_SECONDS = 0.1
 BACKOFF_SECONDS_MAX = 5.0
+BACKOFF_BASE = 4
+"""The client waits a random time of up to so many times the last wait: with 2 the waits do not grow on average."""
 SPAN_GAP_BYTES = 1024 * 1024
 """Gaps between ranges up to this size are read with them, as the client does."""
 
@@ -305,7 +307,7 @@ def _client(where: Where, settings: ObjectStoreSettings, limits: RequestLimits) 
         "backoff": {
             "init_backoff": timedelta(seconds=BACKOFF_SECONDS),
             "max_backoff": timedelta(seconds=BACKOFF_SECONDS_MAX),
-            "base": 2,
+            "base": BACKOFF_BASE,
         },
     }
     try:
