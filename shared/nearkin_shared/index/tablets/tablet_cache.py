@@ -123,7 +123,10 @@ class TabletCache:
             return tablet
 
     def _read_ahead(self, container: int) -> Tablet | None:
-        """Return a tablet that is being read ahead, once it is read; take one that waits to be off the queue."""
+        """Return a tablet that is being read ahead, once it is read.
+
+        One whose reading has not begun is taken off the queue, and None is returned.
+        """
         with self._lock:
             reading = self._awaited.get(container)
         if reading is None or reading.cancel():
