@@ -144,11 +144,7 @@ class GcRun:
 
         Raises: the errors of `run`, and StoreLocked.
         """
-        self._hooks.check()
-        with _translate_erasure():
-            metered, objects = meter_writes(self._objects)
-            containers = self._containers.with_objects(objects)
-            store = self._open(objects, containers, metered, int(self._settings.bytes_per_second))
+        with self._opened() as store:
             return self._pass(store, gate, self._hooks, self._ledger).run()
 
     def run_incremental(self, gate: WriterGate) -> IncrementalResult:
@@ -159,11 +155,7 @@ class GcRun:
         Raises: the errors of `run_online`.
         """
         assert self._ledger is not None
-        self._hooks.check()
-        with _translate_erasure():
-            metered, objects = meter_writes(self._objects)
-            containers = self._containers.with_objects(objects)
-            store = self._open(objects, containers, metered, int(self._settings.bytes_per_second))
+        with self._opened() as store:
             return IncrementalPass(store, self._settings, gate, self._hooks, self._ledger).run()
 
     def run_by_change(self, index: SupportsCollection) -> IncrementalResult:
@@ -172,11 +164,7 @@ class GcRun:
         Raises: the errors of `run`.
         """
         assert self._ledger is not None
-        self._hooks.check()
-        with _translate_erasure():
-            metered, objects = meter_writes(self._objects)
-            containers = self._containers.with_objects(objects)
-            store = self._open(objects, containers, metered, int(self._settings.bytes_per_second))
+        with self._opened() as store:
             return OnlinePass(store, self._settings, index, self._hooks, self._ledger).run()
 
     def confirm(self) -> None:
@@ -208,6 +196,18 @@ class GcRun:
                 if not later.pending_delete_containers and not later.freed_bytes:
                     break
         return replace(report, pending_delete_bytes=later_bytes)
+
+    @contextmanager
+    def _opened(self) -> Iterator[GcStore]:
+        """Yield the store, whose writes are counted.
+
+        Raises: GcPaused, RetryableError (a tenant was erased meanwhile).
+        """
+        self._hooks.check()
+        with _translate_erasure():
+            metered, objects = meter_writes(self._objects)
+            containers = self._containers.with_objects(objects)
+            yield self._open(objects, containers, metered, int(self._settings.bytes_per_second))
 
     def _open(
         self, objects: ObjectStore, containers: ContainerStore, metered: MeteredObjectStore, bytes_per_second: int
