@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +21,9 @@ import pytest
 
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
-from nearkin_maintenance.gc import incremental_run
 from nearkin_maintenance.gc.gc_plan import REBASED_SHARE
 from nearkin_maintenance.gc.gc_tables import FleetRun, GcTables, is_current
 from nearkin_maintenance.gc.gc_worker import GcWorker
-from nearkin_maintenance.gc.incremental_run import IncrementalPass, IncrementalResult
 from nearkin_maintenance.gc.ledger_rows import LedgerRows
 from nearkin_maintenance.gc.online_run import OnlinePass
 from nearkin_maintenance.gc.reference_counts import TablesUnavailable
@@ -38,7 +37,7 @@ from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import object_name
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
 from nearkin_shared.utils import failpoints
-from tests.support.checks.gc_removals import check_removals
+from tests.support.checks.gc_removals import checked_runs
 from tests.support.data.stores import objects
 from tests.support.engines.fleet_writer import begin_puts, delete, put
 from tests.support.servers.maintenance_workers import CHOSEN, MAP_BYTES, Fleet, copy_objects
@@ -111,29 +110,7 @@ def fleet(tmp_path: Path, redis: Redis, key_prefix: str) -> Iterator[HybridFleet
         made.check()
 
 
-@contextmanager
-def counted_runs(share: float = 1e9) -> Iterator[Counter[str]]:
-    """Count runs that mark, and others, all of whose removals a run that marks would make too."""
-    found: Counter[str] = Counter()
-    apply, run = IncrementalPass._apply, IncrementalPass.run
-
-    def checked(self: IncrementalPass, index: Any, decision: Any, looked_up: Any) -> Any:
-        check_removals(self, decision.new, decision.due)
-        found["marked"] += len(decision.new)
-        found["deleted"] += len(decision.due)
-        return apply(self, index, decision, looked_up)
-
-    def counted(self: IncrementalPass) -> IncrementalResult:
-        result = run(self)
-        found["marks" if result.report is None else "follows"] += 1
-        return result
-
-    with (
-        mock.patch.object(IncrementalPass, "_apply", checked),
-        mock.patch.object(OnlinePass, "run", counted),
-        mock.patch.object(incremental_run, "ENDED_SHARE", share),
-    ):
-        yield found
+counted_runs = partial(checked_runs, run_class=OnlinePass)
 
 
 def test_fleet_run_by_change_frees_deleted_blobs(fleet: HybridFleet) -> None:
@@ -147,7 +124,7 @@ def test_fleet_run_by_change_frees_deleted_blobs(fleet: HybridFleet) -> None:
             fleet.collect()
         assert found["follows"] == 3
         assert not found["marks"]
-        assert found["deleted"] == before - len(fleet.containers_left()) > 0
+        assert found["deleted containers"] == before - len(fleet.containers_left()) > 0
     fleet.check_index()
 
 
@@ -172,7 +149,7 @@ def test_fleet_run_by_change_leaves_what_marking_leaves(
             assert other.make_gc_worker(gc=MARKING).run_once() is not None
             assert left(fleet.root) >= left(other_root)
         assert found["follows"] == 4
-        assert found["deleted"] > 0
+        assert found["deleted containers"] > 0
         for either in (fleet, other) * 2:
             either.now = fleet.now + GRACE + 1
             assert either.make_gc_worker(gc=MARKING).run_once() is not None
@@ -197,7 +174,7 @@ def test_version_that_the_index_does_not_list_is_counted(fleet: HybridFleet) -> 
     with counted_runs() as found:
         for _ in range(3):
             fleet.collect()
-        assert found == {"follows": 3, "marked": 0, "deleted": 0}
+        assert found == {"follows": 3, "marked containers": 0, "deleted containers": 0}
 
 
 @pytest.mark.parametrize("point", ["change.counted", "change.written", "gc.pending-withdrawn", "gc.done"])
@@ -209,14 +186,14 @@ def test_version_in_flight_during_the_marking_keeps_data(fleet: HybridFleet, poi
     fleet.delete("k3")
     with counted_runs() as found, at_point(point, in_flight.deliver):
         fleet.collect()
-        assert found["marked"] > 0
+        assert found["marked containers"] > 0
     fleet.contents["copy", 1] = copied
     with counted_runs() as found:
         for _ in range(3):
             fleet.collect()
             fleet.check()
         assert found["marks"] > 0
-        assert found["deleted"] == 0
+        assert found["deleted containers"] == 0
 
 
 def test_container_in_flight_keeps_its_bases(fleet: HybridFleet) -> None:
@@ -229,7 +206,7 @@ def test_container_in_flight_keeps_its_bases(fleet: HybridFleet) -> None:
     with counted_runs() as found:
         fleet.now += GRACE // 4
         assert fleet.worker().run_once() is not None
-        assert found == {"follows": 1, "marked": 0, "deleted": 0}
+        assert found == {"follows": 1, "marked containers": 0, "deleted containers": 0}
     in_flight.deliver()
     fleet.contents["other", 1] = changed
     for _ in range(3):
@@ -244,12 +221,12 @@ def test_containers_of_a_failed_upload_are_removed(fleet: HybridFleet) -> None:
     left = fleet.containers_left()
     with counted_runs() as found:
         fleet.collect()
-        assert found == {"follows": 1, "marked": 0, "deleted": 0}
+        assert found == {"follows": 1, "marked containers": 0, "deleted containers": 0}
         for _ in range(3):
             fleet.collect()
         assert found["follows"] == 4
-        assert found["deleted"] > 0
-    assert len(fleet.containers_left()) == len(left) - found["deleted"]
+        assert found["deleted containers"] > 0
+    assert len(fleet.containers_left()) == len(left) - found["deleted containers"]
 
 
 def test_failed_upload_beside_a_version_ends_in_marking(fleet: HybridFleet) -> None:
@@ -282,9 +259,9 @@ def test_grace_over_since_the_listing_does_not_count(fleet: HybridFleet) -> None
 
         with at_point("change.counted", wait):
             assert fleet.worker().run_once() is not None
-        assert found == {"follows": 1, "marked": 0, "deleted": 0}
+        assert found == {"follows": 1, "marked containers": 0, "deleted containers": 0}
         fleet.collect()
-        assert found["deleted"] > 0
+        assert found["deleted containers"] > 0
 
 
 @pytest.mark.parametrize("gc", [BY_CHANGE, MARKING])
@@ -344,7 +321,7 @@ def test_history_in_fleet_removes_only_what_marking_would(tmp_path: Path, redis:
                 made.collect()
             made.check()
             assert found["follows"] > 0
-            assert found["deleted"] > 0 or seed
+            assert found["deleted containers"] > 0 or seed
 
 
 @contextmanager

@@ -7,8 +7,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.store import Store
 from nearkin_maintenance.gc import incremental_run
-from nearkin_maintenance.gc.incremental_run import IncrementalPass, IncrementalResult
+from nearkin_maintenance.gc.incremental_run import IncrementalPass
 from nearkin_maintenance.gc.ledger_rows import LedgerRows
 from nearkin_maintenance.gc.mark import LiveSet
 from nearkin_maintenance.gc.reach_summaries import MarkingNeeded, is_reached
@@ -32,7 +31,7 @@ from nearkin_maintenance.gc.reference_counts import ReferenceCounts
 from nearkin_shared.config.storage import HYBRID, MARK_SWEEP
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
-from tests.support.checks.gc_removals import check_removals
+from tests.support.checks.gc_removals import checked_runs
 from tests.support.data.stores import SMALL, containers, manifests, settings
 from tests.support.fakes.clock import DAY, Clock
 
@@ -46,31 +45,6 @@ def opened(root: Path, clock: Clock, mode: str = HYBRID) -> Store:
         "index": {"map_bytes": MAP_BYTES},
     }
     return open_store(root, settings=settings(SMALL, changes), clock=clock, create=True)
-
-
-@contextmanager
-def checked_runs(share: float = 1e9) -> Iterator[Counter[str]]:
-    """Let all runs follow the changes, whatever their size; compare each with marking; count them."""
-    found: Counter[str] = Counter()
-    apply, run = IncrementalPass._apply, IncrementalPass.run
-
-    def checked(self: IncrementalPass, index: Any, decision: Any, looked_up: Any) -> Any:
-        check_removals(self, decision.new, decision.due)
-        found["marked containers"] += len(decision.new)
-        found["deleted containers"] += len(decision.due)
-        return apply(self, index, decision, looked_up)
-
-    def counted(self: IncrementalPass) -> IncrementalResult:
-        result = run(self)
-        found["marks" if result.report is None else "follows"] += 1
-        return result
-
-    with (
-        mock.patch.object(IncrementalPass, "_apply", checked),
-        mock.patch.object(IncrementalPass, "run", counted),
-        mock.patch.object(incremental_run, "ENDED_SHARE", share),
-    ):
-        yield found
 
 
 STEPS = st.lists(
