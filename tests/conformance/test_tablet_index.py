@@ -142,7 +142,7 @@ def names_of(number: int) -> Any:
 
 
 def test_tablet_that_is_being_read_ahead_is_read_once() -> None:
-    """A lookup waits for it; one that waits for its turn is read by the lookup instead."""
+    """A lookup waits for it; one that is still queued is read by the lookup instead."""
     begun, released, reads = threading.Event(), threading.Event(), list[int]()
 
     def read(container: int) -> Tablet:
