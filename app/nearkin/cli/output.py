@@ -198,8 +198,8 @@ def unreadable(broken: Sequence[Damage]) -> str:
 
 def describe_index(report: IndexReport, chunks: int) -> str:
     """Describe an index of so many chunks."""
-    memory = "page cache" if report.memory_bytes is None else human_bytes(report.memory_bytes)
-    return f"{report.kind}: {plural(chunks, 'chunk')}, {memory} of memory, expected loss {report.missed_share:.2%}"
+    memory = "in the page cache" if report.memory_bytes is None else f"{human_bytes(report.memory_bytes)} of memory"
+    return f"{report.kind}: {plural(chunks, 'chunk')}, {memory}, expected loss {report.missed_share:.2%}"
 
 
 def print_stats(stats: Stats, index_folder: Path | None = None) -> None:
