@@ -21,6 +21,7 @@ from backports.zstd import compress
 
 from nearkin.store import Store, open_store
 from nearkin.trees import tar_index, tar_members, tar_spool
+from nearkin.trees.attributes import data_extents
 from nearkin.trees.tar_import import ImportCounts, ImportOptions
 from nearkin.trees.tar_members import HEADER_BYTES_MAX
 from nearkin.trees.tar_writer import TarWriter
@@ -98,6 +99,12 @@ def add_attributes(root: Path) -> None:
     os.utime(root / "deep", ns=(1, 4_294_967_296_123_456_789))
 
 
+def extents_of(path: Path) -> tuple[tuple[int, int], ...] | None:
+    """Return (offset, bytes) of the data of a file; its blocks include metadata that a file system allocates late."""
+    with path.open("rb") as file:
+        return data_extents(file.fileno(), path.stat())
+
+
 def export(store: Store, key: str, path: Path) -> None:
     tree = store.tree(key)
     with path.open("wb") as file, store.get(key, stop=tree.content_bytes) as contents:
@@ -157,7 +164,7 @@ def test_archive_of_gnu_tar_restores_as_its_source(
             os.utime(tmp_path / "target" / name, (1, 1_234_567_890))
     else:
         assert (tmp_path / "target" / "sparse").stat().st_blocks * 512 < 1 << 20
-        assert (tmp_path / "target" / "many holes").stat().st_blocks == (source / "many holes").stat().st_blocks
+        assert extents_of(tmp_path / "target" / "many holes") == extents_of(source / "many holes")
     assert rsync_differences(source, tmp_path / "target") == ""
 
 
