@@ -106,10 +106,16 @@ def test_backup_continues_inside_an_unchanged_file(folder: Path, small_store: St
 
 
 def test_backup_interrupted_again_and_again_ends(folder: Path, small_store: Store) -> None:
-    """Each run goes on where the one before was; all of them together read little more than the file."""
+    """Each run goes on where the one before was; all of them together read little more than the file.
+
+    The file exceeds what five runs read, so that each is interrupted even if all that it read became durable.
+    """
+    stop_bytes = LOST_BYTES + DISTANCE_BYTES // 2
+    (folder / "large").write_bytes(random.Random("large").randbytes(6 * stop_bytes))
+    _age()
     with small_store as store:
         for _ in range(5):
-            _interrupt(store, folder, LOST_BYTES + DISTANCE_BYTES // 2)
+            _interrupt(store, folder, stop_bytes)
         counts = store.backup("home", [folder]).counts
         assert counts.reused_bytes >= 4 * DISTANCE_BYTES, "a later checkpoint does not continue an earlier one"
         _check(store, folder)
