@@ -112,7 +112,8 @@ class IndexSettings:
     """
     memory: Annotated[int, SizeRange(16 * MIB, 1024 * GIB)] = 256 * MIB
     """Memory of the index of a local store: with `exact` of the page cache, else for tags and directories. With
-    `tablets` tags that need more take more, and 8 MiB are left for directories. `nearkin stats` states what is used.
+    `tablets` tags that need more take more, and 8 MiB are left for directories. Super-features have as many bytes of
+    the page cache; those of the oldest containers are evicted. `nearkin stats` states what is used.
     """
     map_bytes: Annotated[int, SizeRange(16 * MIB, 16 * 1024 * GIB)] = 64 * GIB
     """Maximum size of a local index: about 170 bytes a chunk, or 80 in the kinds `tablets` and `sampled`."""

@@ -60,7 +60,7 @@ _MIX_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 Get = Callable[[bytes], memoryview | None]
 _FULL_RUNS_KEY = b"\xff"
 """Key of the list of the runs above their limit; the last key of the table."""
-_HAS_DELETED_KEY = b"\xfe"
+HAS_DELETED_KEY = b"\xfe"
 """Key that exists once entries may be hidden: before the first deletion every entry of every run is valid."""
 _NO_POSITIONS: NDArray[np.intp] = np.zeros(0, np.intp)
 _FAN = 1 << FAN_BITS
@@ -191,19 +191,23 @@ class SortedRuns:
         """Write the new locations of keys whose heads ascend, replacing those of before."""
         if not len(heads):
             return
-        rows = np.empty((len(heads), self._shape.row_dtype.itemsize), np.uint8)
-        rows[:, : self._shape.tail_bytes] = tails
-        location_bytes = _with_check(heads, packed).view(np.uint8)
-        rows[:, self._shape.tail_bytes :] = location_bytes.reshape(-1, PACKED_LOCATION.itemsize)
         full = self._full(txn)
         before = set(full)
-        self._merge(txn, 0, 0, _Run(0, heads, rows.view(self._shape.row_dtype).ravel()), full)
+        self._merge(txn, 0, 0, self._packed_run(heads, tails, packed), full)
         depths = 1 + max((depth for depth, _ in full), default=0)
         for depth, bits in sorted(full)[: SPILLS_MAX + depths * len(heads) // ENTRIES_MAX]:
             full.remove((depth, bits))
             self._spill(txn, depth, bits, full)
         if full != before:
             self._set_full(txn, full)
+
+    def _packed_run(self, heads: U64, tails: U8, packed: NDArray[np.void]) -> _Run:
+        """Return a run of keys whose heads ascend, and their locations."""
+        rows = np.empty((len(heads), self._shape.row_dtype.itemsize), np.uint8)
+        rows[:, : self._shape.tail_bytes] = tails
+        location_bytes = _with_check(heads, packed).view(np.uint8)
+        rows[:, self._shape.tail_bytes :] = location_bytes.reshape(-1, PACKED_LOCATION.itemsize)
+        return _Run(0, heads, rows.view(self._shape.row_dtype).ravel())
 
     def _merge(self, txn: Any, depth: int, bits: int, added: _Run, full: set[tuple[int, int]]) -> None:
         """Merge `added` into a run, replacing its entries of the same keys."""
@@ -292,7 +296,7 @@ class SortedRuns:
         The arrays are copies. Deleted and hidden entries are left out.
         """
         cursor = txn.cursor(self._db)
-        if not (cursor.set_range(name + b"\0") if name else cursor.first()) or bytes(cursor.key()) >= _HAS_DELETED_KEY:
+        if not (cursor.set_range(name + b"\0") if name else cursor.first()) or bytes(cursor.key()) >= HAS_DELETED_KEY:
             return None
         name = bytes(cursor.key())
         _parse_name(name)
@@ -300,7 +304,7 @@ class SortedRuns:
         tails, stored = self._split_rows(run)
         packed = _verify_check(run.heads, stored, np.ones(len(stored), np.bool_))
         keys = self._shape.join(run.heads, tails)
-        if txn.get(_HAS_DELETED_KEY, db=self._db) is not None:
+        if txn.get(HAS_DELETED_KEY, db=self._db) is not None:
             current, found = self._locate_sorted(self._get(txn), run.heads.copy(), tails)
             is_current = found & (current["container"] == packed["container"])
             is_current &= current["ordinal"] == packed["ordinal"]
@@ -331,7 +335,7 @@ class SortedRuns:
         is_found[is_found] = is_removed(_to_locations(packed[is_found]))
         if not is_found.any():
             return
-        txn.put(_HAS_DELETED_KEY, b"1", db=self._db)
+        txn.put(HAS_DELETED_KEY, b"1", db=self._db)
         deletions = pack_locations(DELETED, np.zeros(np.count_nonzero(is_found), np.uint32))
         self._put(txn, heads[is_found], tails[is_found], deletions)
 

@@ -7,7 +7,7 @@ the containers that are asked for all names of the batch (docs/adr/0084).
 
     chunks      container 8 (big-endian) -> ordinals of hidden chunks, 4 each; 2^32 - 1: all
     segments    container 8 (big-endian) -> segment ids in stream order, 20 each; zeros for one that is not found
-    features    as in the kind `exact`
+    features    as in the kind `exact`, up to `index.memory`: those of the oldest containers are evicted
     meta        "tablets" -> number of changes 8, state 16
 
 A hidden chunk is in its container's directory and is not found: it was withdrawn, and will be removed. The state
@@ -32,10 +32,10 @@ import numpy as np
 from nearkin_shared.errors import PermanentError
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.index.container_entries import ContainerEntries
+from nearkin_shared.index.lmdb.bounded_runs import BoundedRuns
 from nearkin_shared.index.lmdb.entry_tables import SHAPES, TABLETS_MARKER, EntryTables, Portion, Rows, add_features
 from nearkin_shared.index.lmdb.environments import damage_error
 from nearkin_shared.index.lmdb.lmdb_removal import Removals, find_keys, is_removed
-from nearkin_shared.index.lmdb.sorted_run_table import SortedRuns
 from nearkin_shared.index.tablets import hook_levels
 from nearkin_shared.index.tablets.container_tags import BYTES_A_TAG, ContainerTags
 from nearkin_shared.index.tablets.hook_levels import HookLevels
@@ -62,6 +62,8 @@ CACHE_BYTES_MIN = 8 * MIB
 """Memory for tablets if the tags take all of `index.memory`."""
 CACHE_SHARE = 4
 """If hooks must be few, one in so many bytes of the memory is for tablets."""
+FEATURE_BYTES_MIN = 16 * MIB
+"""Room for super-features, at least; else they have as many bytes of the page cache as `index.memory`."""
 TAG_BITS_MIN = 12
 """A table whose entries have fewer bits is not saved: read from the directories again, they have more."""
 UNSAVED_MIN, UNSAVED_SHARE = 2, 128
@@ -107,7 +109,9 @@ class TabletTables(EntryTables):
     ) -> None:
         self._hidden_db, self._segments_db = databases["chunks"], databases["segments"]
         self._containers_db, self._meta = databases["containers"], databases["meta"]
-        self._features = SortedRuns(databases["features"], SHAPES["features"])
+        self._features = BoundedRuns(
+            databases["features"], SHAPES["features"], max(FEATURE_BYTES_MIN, options.memory_bytes)
+        )
         self._folder = folder
         self._directories = directories
         self._options = options
