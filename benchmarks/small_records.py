@@ -5,8 +5,9 @@
 Kafka, Redis, an ingest worker, one worker of all stages and a gateway run on the same machine as the producer; the
 store is a folder. Records of `--bytes` with a key each go to a user's topic; the clock stops at the event of the last
 one. Then PUTs of 4 KiB with `?wait=30` are timed alone, and again while as many records arrive. Other records are
-stored beforehand, so that the start of a JVM and of the interpreters is not measured. Figures:
-docs/benchmarks/history.md, ADR 76.
+stored beforehand, so that the start of a JVM and of the interpreters is not measured. ext4 without a journal, on
+which many files were deleted in the last minutes, triples the CPU of new files: name another folder by TMPDIR.
+Figures: docs/benchmarks/history.md, ADR 76.
 """
 
 from __future__ import annotations

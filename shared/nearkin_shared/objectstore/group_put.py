@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from pathlib import Path
 from typing import TypeVar
 
 from nearkin_shared.errors import StoreUnavailable
@@ -83,10 +82,14 @@ def put_in_folder(folder: LocalObjectStore, items: Items, threads: Executor) -> 
     """Descriptors of written files: one that is opened again would not report an earlier error of writing back."""
     above, ready = dict[str, None](), set[str]()
     try:
+        scratch = folder.scratch_paths(len(items))
+    except OSError:
+        return [None] * len(items)
+    try:
         for number, (name, data) in enumerate(items):
             with suppress(OSError, StoreUnavailable):
                 final, unsynced = folder.prepare_group(name, ready)  # 1
-                temporaries[number] = folder.scratch_path()
+                temporaries[number] = scratch[number]
                 opened[number] = _create(temporaries[number])
                 write_all(opened[number], [data])  # 2
                 finals[number] = final
@@ -133,7 +136,7 @@ def _create(path: str) -> int:
 def _sync_folders(folders: Sequence[str], created: Sequence[str], threads: Executor) -> None:
     """Sync folders; remove the created names if that fails, as `put_new` does. Raises OSError."""
     try:
-        _each(lambda folder: sync_folder(Path(folder)), folders, threads)
+        _each(sync_folder, folders, threads)
     except OSError:
         # A later sync may succeed without writing what this one could not: a new name is written by it.
         for final in created:

@@ -362,19 +362,20 @@ class LocalObjectStore:
             self._check_folders(self._root / above)
             self._make_folder(self._root / above)
             ready.add(above)
-        check_linked_folder(made := self._root / folder)
+        made = f"{self._root}/{folder}"
+        check_linked_folder(made)
         _make(made)
-        return f"{made}/{last}", (str(made), f"{self._root}/{above}")
+        return f"{made}/{last}", (made, f"{self._root}/{above}")
 
-    def scratch_path(self) -> str:
-        """Return a new path for a file that `link` gives its name. Raises LinkRefused, OSError."""
+    def scratch_paths(self, count: int) -> list[str]:
+        """Return new paths for files that `link` gives their names. Raises LinkRefused, OSError."""
         check_no_link(self._scratch)
         _make(self._scratch)
-        return f"{self._scratch}/{secrets.token_hex(8)}.part"
+        return [f"{self._scratch}/{secrets.token_hex(8)}.part" for _ in range(count)]
 
     def link(self, temporary: str, final: str) -> None:
         """Give a synced file its name. Raises FileExistsError if that is taken, OSError."""
-        _link(Path(temporary), Path(final), self._root / "lock.rename")
+        _link(temporary, final, self._root / "lock.rename")
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder durable, and all above it up to the root.
@@ -434,7 +435,7 @@ def write_all(descriptor: int, parts: Sequence[Payload]) -> None:
             left[0] = left[0][count:]
 
 
-def _link(temporary: Path, final: Path, lock: Path) -> None:
+def _link(temporary: str | Path, final: str | Path, lock: Path) -> None:
     """Give a file its final name if that is free.
 
     `lock` is taken on filesystems without an atomic way.
@@ -442,12 +443,12 @@ def _link(temporary: Path, final: Path, lock: Path) -> None:
     try:
         os.link(temporary, final)
     except FileExistsError:
-        if not is_same_file(temporary, final):
+        if not is_same_file(Path(temporary), Path(final)):
             raise
     except OSError as err:
         if err.errno not in NO_LINKS:
             raise
-        rename_new(temporary, final, lock)
+        rename_new(Path(temporary), Path(final), lock)
     failpoint("object.linked")
 
 
@@ -460,7 +461,7 @@ def _file_bytes(entry: os.DirEntry[str]) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _make(folder: Path) -> None:
+def _make(folder: str | Path) -> None:
     with suppress(FileExistsError):
         os.mkdir(folder, FOLDER_MODE)
 
@@ -491,7 +492,7 @@ def _read_bytes(descriptor: int, start: int, end: int) -> bytes:
     return data
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: str | Path) -> None:
     """Make the names in a folder durable. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

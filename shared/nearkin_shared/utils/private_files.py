@@ -139,7 +139,7 @@ def remove_tree(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_linked_folder(folder: Path) -> None:
+def check_linked_folder(folder: str | Path) -> None:
     """Raise LinkRefused if a folder of objects is a link of another user.
 
     An operator may keep `containers/` on another disk: links of this user or root are accepted. A link that another
@@ -151,7 +151,7 @@ def check_linked_folder(folder: Path) -> None:
     except OSError:  # missing, or an invalid name: the caller's own access reports it
         return
     if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.geteuid()):
-        raise refuse_link(folder)
+        raise refuse_link(Path(folder))
 
 
 def tighten_modes(root: Path, folders: Iterable[Path] = ()) -> int:

@@ -105,3 +105,28 @@ def test_large_group_is_written_in_parts(tmp_path: Path, threads: ThreadPoolExec
         assert all(put_new_many(LocalObjectStore(tmp_path), items, threads))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_group_checks_the_scratch_folder_once(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of unfinished files is made and checked for a group, not for each of its objects."""
+    made: list[str] = []
+    make = os.mkdir
+
+    def record(folder: str | Path, mode: int = 0o777) -> None:
+        made.append(str(folder))
+        make(folder, mode)
+
+    monkeypatch.setattr(os, "mkdir", record)
+    assert all(put_new_many(LocalObjectStore(tmp_path), ITEMS, threads))
+    assert made.count(str(tmp_path / "tmp")) == 1
+
+
+def test_group_without_a_scratch_folder_is_reported(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+    """A file in place of the folder of unfinished files is an error of the store, and no object is created."""
+    (tmp_path / "tmp").write_bytes(b"no folder")
+    objects = LocalObjectStore(tmp_path)
+    with pytest.raises(StoreUnavailable, match="tmp"):
+        put_new_many(objects, ITEMS, threads)
+    assert not list(objects.names("manifests"))
