@@ -55,11 +55,14 @@ class LmdbCatalog(LmdbTransactions):
 
     def commit_many(self, versions: Sequence[tuple[Manifest, int]]) -> None:
         """Add versions, each with its manifest's size in bytes, in one transaction."""
+        self.add_entries([(manifest.tenant, entry_of(manifest, size_bytes)) for manifest, size_bytes in versions])
+
+    def add_entries(self, entries: Sequence[tuple[str, CatalogEntry]]) -> None:
+        """Add versions of (tenant, entry without marks), in one transaction."""
         with self._writing() as txn:
-            for manifest, manifest_bytes in versions:
-                key = self._names.version_key(manifest.tenant, manifest.key, manifest.version)
-                entry = entry_of(manifest, manifest_bytes)
-                value = self._names.encode(key, {"tenant": manifest.tenant, **version_fields(entry)})
+            for tenant, entry in entries:
+                key = self._names.version_key(tenant, entry.key, entry.version)
+                value = self._names.encode(key, {"tenant": tenant, **version_fields(entry)})
                 txn.put(key, value, db=self._versions, overwrite=False)
 
     def collect_many(self, versions: Sequence[CollectedVersion]) -> None:

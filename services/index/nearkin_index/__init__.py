@@ -1,0 +1,1 @@
+"""Service `index`: one shard of a fleet's index."""

@@ -1,0 +1,139 @@
+"""Index of one shard: entries of its range of names, found in directories.
+
+Invariant: a chunk is found only where its container's directory has its name, and only if the name is the shard's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nearkin_shared.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
+from nearkin_shared.index.container_entries import ContainerEntries
+from nearkin_shared.index.lmdb.entry_encoding import decode_fields, encode_fields
+from nearkin_shared.index.lmdb.entry_tables import Rows
+from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.index.lmdb.lmdb_removal import Removals
+from nearkin_shared.index.protocols import ContainerSummary
+from nearkin_shared.index.shards.key_ranges import owners_of_names
+from nearkin_shared.index.shards.shard_messages import ROWS_A_PAGE, ContainerPart, numbers_of
+from nearkin_shared.index.tablets.tablet_tables import Directories, TabletOptions, TabletTables
+from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, ContainerId, Locations
+
+
+class OwnDirectories:
+    """Directories with the names of one shard alone: the chunks of other shards are not there."""
+
+    def __init__(self, directories: Directories, number: int, count: int) -> None:
+        self._directories, self._number, self._count = directories, number, count
+
+    def directory(self, container: ContainerId) -> Directory:
+        """Return a container's directory. Raises NotFound, Corrupt or StoreUnavailable."""
+        found = self._directories.directory(container)
+        chunks = found.chunks
+        is_own = chunks.there & (owners_of_names(chunks.names, self._count) == self._number)
+        names = np.where(is_own[:, None], chunks.names, np.uint8(0))
+        lengths = np.where(is_own, chunks.lengths, np.uint32(0))
+        return replace(found, chunks=replace(chunks, names=names, lengths=lengths))
+
+
+class ShardTables(TabletTables):
+    """Tables whose directories have chunks of other shards, as rows of zeros."""
+
+    def find_removed(self, rows: Rows, removals: Mapping[str, Removals]) -> dict[str, U8]:
+        """Return names of removed chunks without those of other shards."""
+        found = super().find_removed(rows, removals)
+        return {**found, "chunks": found["chunks"][found["chunks"].any(axis=1)]}
+
+
+class ShardIndex(LmdbIndex):
+    """Index of one shard in a local folder. One process opens it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        map_bytes: int,
+        directories: Directories,
+        options: TabletOptions,
+        number: int,
+        count: int,
+    ) -> None:
+        """Open the index of shard `number` of `count`; `directories` are those of all containers.
+
+        Raises: IndexDamaged, FormatTooNew, StoreUnavailable.
+        """
+        own = OwnDirectories(directories, number, count)
+        tables = partial(ShardTables, folder=folder, directories=own, options=options, read_only=False)
+        super().__init__(folder, b"", map_bytes, tables=tables)
+
+    def add_parts(self, parts: Sequence[ContainerPart]) -> None:
+        """Add the entries of durable containers in one transaction; existing entries stay."""
+        rows = []
+        for part in parts:
+            name = part.container.to_bytes(8, "big")
+            rows.append((name, encode_fields("containers", name, asdict(part.summary))))
+        with self._writing_entries() as txn:
+            self._tables.add(txn, [_entries_of(part) for part in parts])
+            txn.cursor(self._containers).putmulti(rows)
+
+    def summaries_after(self, container: int | None, count: int = ROWS_A_PAGE) -> list[ContainerSummary]:
+        """Return the summaries of at most `count` containers after one, in stream order."""
+        found: list[dict[str, Any]] = []
+        start = b"" if container is None else container.to_bytes(8, "big") + b"\0"
+        with self._reading() as txn:
+            cursor = txn.cursor(self._containers)
+            is_there = cursor.set_range(start) if start else cursor.first()
+            while is_there and len(found) < count:
+                found.append(decode_fields("containers", bytes(cursor.key()), bytes(cursor.value())))
+                is_there = cursor.next()
+        return [ContainerSummary(**{**fields, "depths": tuple(fields["depths"])}) for fields in found]
+
+    @property
+    def generation(self) -> int:
+        """Return the GC generation of which all withdrawals were made."""
+        return int(self.removal_token or 0)
+
+    def record_generation(self, generation: int) -> None:
+        """Record a GC generation; a lower one than recorded changes nothing."""
+        if generation > self.generation:
+            self.keep_removal_token(str(generation))
+
+    def lacks_withdrawals(self, containers: Collection[int], generation: int) -> bool:
+        """Return whether it may have entries of deleted data.
+
+        So it is where it is older than the store's GC generation, or lists a container that the store lacks.
+        """
+        return self.generation < generation or not set(self.container_ids().tolist()).issubset(containers)
+
+
+def _entries_of(part: ContainerPart) -> ContainerEntries:
+    """Return entries with a directory that has the shard's own chunks alone."""
+    ordinals, hidden = numbers_of(part.ordinals), numbers_of(part.hidden)
+    names = np.zeros((part.chunks, NAME_BYTES), np.uint8)
+    names[ordinals] = np.frombuffer(part.names, np.uint8).reshape(-1, NAME_BYTES)
+    lengths = np.zeros(part.chunks, np.uint32)
+    lengths[ordinals] = 1
+    words, octets = np.zeros(part.chunks, np.uint32), np.zeros(part.chunks, np.uint8)
+    chunks = ChunkTable(names, lengths, words, words, words, octets, Locations.empty(part.chunks), octets)
+    none, no_octets = np.zeros(0, np.uint32), np.zeros(0, np.uint8)
+    directory = Directory(
+        ContainerId(part.container),
+        part.domain,
+        0,
+        (),
+        BlockTable(none.astype(np.uint64), none, none, no_octets, no_octets, no_octets),
+        chunks,
+        SegmentTable(np.zeros(1, np.uint32), no_octets, Locations.empty()),
+        PrefixTable.empty(0),
+        0,
+        0,
+        0,
+    )
+    ids = np.frombuffer(part.segment_ids, np.uint8).reshape(-1, SEGMENT_ID_BYTES).copy()
+    features = {sketch: rows.arrays for sketch, rows in part.features.items()}
+    return ContainerEntries(directory, ids, features, np.setdiff1d(ordinals, hidden))

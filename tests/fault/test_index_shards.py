@@ -1,0 +1,265 @@
+"""Index shards as processes over a real store: killed, damaged, lost, and of another store."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from nearkin import open_store
+from nearkin.lab.generated_data import mutate, text_like
+from nearkin.local.index_recovery import super_features_of
+from nearkin.workers.index_shard import shard_store
+from nearkin_index.shard_server import ShardOptions, open_complete
+from nearkin_maintenance.domain_owners import DomainOwners
+from nearkin_maintenance.index_rebuild import entries_of_container
+from nearkin_shared.config.settings import Settings
+from nearkin_shared.errors import BadInput, ConfigError, StoreUnavailable
+from nearkin_shared.fingerprints import Fingerprinter, domain_of
+from nearkin_shared.index.container_entries import ContainerEntries
+from nearkin_shared.index.shards.shard_messages import BODY_BYTES_MAX, SHARD_HEADER
+from nearkin_shared.index.shards.sharded_index import ShardedIndex
+from nearkin_shared.limits import MIB
+from nearkin_shared.objectstore.factory import open_store_of
+from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.manifests import ManifestStore
+from tests.support.data.stores import SMALL
+from tests.support.data.stores import settings as chosen
+from tests.support.servers.server import Server
+
+COUNT = 3
+TOKEN = "a token of 3 shards"
+
+
+class ShardProcess(Server):
+    """One shard of a store, over its folder and port."""
+
+    name = "index-shard"
+
+    def __init__(self, folder: Path, store: Path, number: int, token_file: Path, count: int = COUNT) -> None:
+        super().__init__(folder / f"{number}")
+        self._store, self._number, self._count, self._token_file = store, number, count, token_file
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def environment(self) -> Mapping[str, str]:
+        return {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "NEARKIN_STORE": str(self._store),
+            "NEARKIN_INDEX__MAP_BYTES": str(64 * MIB),
+        }
+
+    def command(self) -> list[str]:
+        place = ["--folder", str(self.folder / "index"), "--port", str(self.port)]
+        numbers = ["--shard", str(self._number), "--of", str(self._count), "--token-file", str(self._token_file)]
+        return [sys.executable, "-m", "nearkin.workers.index_shard", *numbers, *place]
+
+    def ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=1).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+class Fleet:
+    """A store, the entries of its containers, and its shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.store = folder, folder / "store"
+        self.settings: Settings = chosen(SMALL, {"store": str(self.store), "index": {"map_bytes": 64 * MIB}})
+        with open_store(self.store, settings=self.settings, create=True) as opened:
+            content = text_like(300_000, 1)
+            for version in range(6):
+                opened.put("k", content)
+                content = mutate(content, version, edits=300, edit_bytes_max=90)
+        objects, found = open_store_of(self.settings)
+        self.store_id, self.domain = found.store_id, domain_of(self.settings.tenant)
+        containers = ContainerStore(objects, self.domain, 8 * MIB)
+        secret = bytes.fromhex(found.secret)
+        owners = DomainOwners(
+            lambda tenant: Fingerprinter(secret, tenant, found.fingerprint_bits),
+            [self.settings.tenant],
+            ManifestStore(objects),
+        )
+        ids = sorted(container for container, _ in containers.ids())
+        sound = {int(container) for container in ids}
+        self.entries: list[ContainerEntries] = [
+            entries_of_container(
+                containers.directory(one), containers, owners.fingerprinter(self.domain), super_features_of, sound
+            )
+            for one in ids
+        ]
+        token_file = folder / "token"
+        token_file.write_text(TOKEN + "\n")
+        self.shards = [ShardProcess(folder, self.store, number, token_file) for number in range(COUNT)]
+
+    def client(self, retries: int = 1) -> ShardedIndex:
+        urls = [shard.url for shard in self.shards]
+        return ShardedIndex(urls, self.store_id, self.domain, TOKEN, retries=retries, timeout_seconds=10)
+
+    def check(self, index: ShardedIndex) -> None:
+        """Assert that all chunks, segments and super-features are found where they are."""
+        names = np.concatenate([one.directory.chunks.names[one.directory.chunks.there] for one in self.entries])
+        expected = [
+            (int(one.directory.container), int(ordinal))
+            for one in self.entries
+            for ordinal in np.flatnonzero(one.directory.chunks.there)
+        ]
+        first = {bytes(name): place for name, place in zip(names[::-1], expected[::-1], strict=True)}
+        locations, found = index.locate_chunks(names)
+        assert found.all()
+        places = list(zip(locations.containers.tolist(), locations.ordinals.tolist(), strict=True))
+        assert places == [first[bytes(name)] for name in names]
+        ids = np.concatenate([one.segment_ids for one in self.entries])
+        assert index.locate_segments(ids[ids.any(axis=1)])[1].all()
+        assert not index.locate_chunks(names ^ np.uint8(1))[1].any()
+        for one in self.entries:
+            for sketch, (_, values) in one.super_features.items():
+                assert (index.locate_ranks(sketch, values)[1] == (values.T != 0).ravel()).all()
+        assert index.container_ids().tolist() == [int(one.directory.container) for one in self.entries]
+        assert index.versions_of("default", "k") == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    try:
+        for shard in fleet.shards:
+            shard.start()
+        yield fleet
+    finally:
+        for shard in fleet.shards:
+            shard.stop()
+
+
+def test_killed_shard_gives_no_wrong_answer(fleet: Fleet) -> None:
+    """While it is away calls fail; back, lost or damaged it has all entries before it answers."""
+    index = fleet.client()
+    fleet.check(index)
+    second = fleet.shards[1]
+    second.kill()
+    with pytest.raises(StoreUnavailable, match="index shard"):
+        fleet.check(index)
+    second.start()
+    fleet.check(index)
+    second.kill()
+    (data,) = (second.folder / "index").glob("*/data.mdb")
+    data.write_bytes(b"damaged" * 2000)
+    second.start()
+    fleet.check(index)
+    index.close()
+
+
+def test_shard_killed_during_publications_loses_none(fleet: Fleet) -> None:
+    """Each publication is repeated until all shards have it; lookups meanwhile are right or fail."""
+    index, stop, failures = fleet.client(retries=0), threading.Event(), list[str]()
+    names = np.concatenate([one.directory.chunks.names[one.directory.chunks.there] for one in fleet.entries])
+    answered = 0
+
+    def look_up() -> None:
+        nonlocal answered
+        reader = fleet.client(retries=0)
+        while not stop.is_set():
+            try:
+                found = reader.locate_chunks(names)[1]
+            except StoreUnavailable:
+                time.sleep(0.01)
+            else:
+                answered += 1
+                if not found.all():
+                    failures.append(f"{int((~found).sum())} known chunks are not found")
+        reader.close()
+
+    thread = threading.Thread(target=look_up)
+    thread.start()
+    refused = 0
+    for number in (1, 0):
+        fleet.shards[number].kill()
+        try:
+            index.publish_many(fleet.entries)
+        except StoreUnavailable:
+            refused += 1
+        fleet.shards[number].start()
+        index.publish_many(fleet.entries)
+    stop.set()
+    thread.join()
+    assert (failures, refused) == ([], 2)
+    assert answered
+    fleet.check(index)
+    index.close()
+
+
+def test_shard_refuses_other_callers_and_bad_requests(fleet: Fleet) -> None:
+    """Without token, of another store or shard, unknown calls, and bodies that are none or too large."""
+    url, position = fleet.shards[0].url, f"0/{COUNT}/{fleet.store_id}"
+    good = {"authorization": f"Bearer {TOKEN}", SHARD_HEADER: position}
+    body = b"\x80"
+
+    def status(call: str = "locate", content: bytes = body, **headers: str) -> int:
+        given = {**good, **{name.replace("_", "-"): value for name, value in headers.items()}}
+        return httpx.post(f"{url}/v1/{call}", content=content, headers=given, timeout=30).status_code
+
+    assert status("generation") == 200
+    assert status("generation", authorization="Bearer wrong") == 401
+    assert status("generation", nearkin_shard=f"1/{COUNT}/{fleet.store_id}") == 409
+    assert status("generation", nearkin_shard=f"0/{COUNT}/{'0' * 32}") == 409
+    assert status("nothing") == 404
+    assert status("locate", b"no message") == 400
+    assert status("locate", bytes(BODY_BYTES_MAX + 1)) == 413
+    urls = [shard.url for shard in fleet.shards]
+    for given_urls, token, message in ((urls, "wrong", "401"), (urls[::-1], TOKEN, "409")):
+        other = ShardedIndex(given_urls, fleet.store_id, fleet.domain, token)
+        with closing(other), pytest.raises(ConfigError, match=message):
+            other.versions_of("default", "k")
+    with closing(fleet.client()) as index:
+        with pytest.raises(BadInput, match="400"):
+            index._shards[0].call("versions", {"tenant": 1})
+        fleet.check(index)
+
+
+def test_shard_behind_a_gc_generation_is_rebuilt(tmp_path: Path) -> None:
+    """An older copy of its folder may have entries of deleted data: none of them is kept."""
+    fleet = Fleet(tmp_path)
+    store = shard_store(fleet.settings, 0, 1)
+    options = ShardOptions(0, 1, tmp_path / "index", map_bytes=64 * MIB)
+    index = open_complete(options, store)
+    dead = int(fleet.entries[0].directory.container)
+    index.withdraw({dead: None}, {}, [])
+    names = fleet.entries[0].directory.chunks.names
+    assert not index.locate_chunks(names)[1].any()
+    index.close()
+    same = open_complete(options, store)
+    assert not same.locate_chunks(names)[1].any()
+    same.close()
+    newer = type(store)(store.store_id, store.directories, store.container_ids, lambda: 7, store.complete)
+    anew = open_complete(options, newer)
+    assert anew.locate_chunks(names)[1].all()
+    assert anew.generation == 7
+    anew.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [((3, 3), "--shard 3"), ((-1, 3), "--shard -1"), ((0, 0), "--of 0"), ((0, 65), "--of 65")],
+)
+def test_shard_of_impossible_number_is_refused(fields: tuple[int, int], message: str, tmp_path: Path) -> None:
+    """The error names the option and its value."""
+    with pytest.raises(ConfigError, match=message):
+        ShardOptions(*fields, tmp_path)
+
+
+def test_shard_without_token_serves_loopback_only(tmp_path: Path) -> None:
+    """Other addresses need a token."""
+    assert ShardOptions(0, 1, tmp_path, "::1").host
+    with pytest.raises(ConfigError, match="token"):
+        ShardOptions(0, 1, tmp_path, "0.0.0.0")
