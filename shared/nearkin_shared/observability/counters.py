@@ -111,6 +111,11 @@ STAGE_SECONDS = Histogram("nearkin_stage_seconds", "A stage's work on one batch,
 LOOKUPS = Counter(
     "nearkin_index_lookups", "Keys looked up in the index, and whether they were there.", ("table", "found")
 )
+INDEX_READS = Counter(
+    "nearkin_index_reads",
+    "What lookups in a local index read: entries (exact), or directories, and segment ids of a container.",
+    ("table",),
+)
 DEDUP_SEGMENTS = Counter("nearkin_dedup_segments", "Segments by where they were known from.", ("level",))
 DEDUP_CHUNKS = Counter("nearkin_dedup_chunks", "Chunks by the level that dropped them, or fresh.", ("level",))
 DEDUP_BYTES = Counter("nearkin_dedup_bytes", "Bytes of chunks by the level that dropped them, or fresh.", ("level",))
@@ -129,7 +134,7 @@ MENDED = Counter(
     "nearkin_parity_reconstructions", "Damaged objects that parity was asked for, and whether it knew.", ("known",)
 )
 COUNTS = (
-    *(LOOKUPS, DEDUP_SEGMENTS, DEDUP_CHUNKS, DEDUP_BYTES, BASE_CHUNKS, BASE_BYTES, CACHE_LOOKUPS),
+    *(LOOKUPS, INDEX_READS, DEDUP_SEGMENTS, DEDUP_CHUNKS, DEDUP_BYTES, BASE_CHUNKS, BASE_BYTES, CACHE_LOOKUPS),
     *(AHEAD_BLOCKS, MENDED),
 )
 SPREADS = (STAGE_SECONDS, DEPTH)

@@ -73,6 +73,9 @@ def test_loss_of_a_sampled_index_is_measured(tmp_path: Path, monkeypatch: pytest
     assert (exact["kind"], full["kind"], sampled["kind"]) == ("exact", "sampled", "sampled")
     assert exact["chunks"] == full["chunks"] == sampled["chunks"] > 200
     assert abs(full["more_stored_percent"]) < 0.1
+    assert exact["index_reads"] == exact["names_asked"] == full["names_asked"] == sampled["names_asked"] > 10
+    assert 0 < full["index_reads"] < full["names_asked"] / 2
+    assert 0 < sampled["index_reads"] < full["names_asked"] / 2
     assert exact["memory_bytes_a_chunk"] is None
     assert sampled["memory_bytes_a_chunk"] < full["memory_bytes_a_chunk"]
     assert hook_levels.LEVEL_FIRST == 0

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import nearkin
 from nearkin.lab.measure import pin_to_core, same_bytes
@@ -23,11 +24,14 @@ from nearkin_shared.config.loader import load
 from nearkin_shared.errors import PermanentError
 from nearkin_shared.index.tablets import hook_levels
 from nearkin_shared.limits import MIB
+from nearkin_shared.observability import counters
 
 TARGET_BYTES = MIB
 """Of containers: small ones, so that the stores have many."""
 LEVELS = (4, 6, 8)
 """Levels of hooks: one in 16, 64 and 256 tags."""
+
+_TABLES = ("chunks", "segments")
 
 
 @dataclass(slots=True)
@@ -49,6 +53,10 @@ class LossFigures:
     expected_loss_percent: float = 0.0
     """As `nearkin stats` states it."""
     put_cpu_seconds: float = 0.0
+    names_asked: int = 0
+    """Of chunks and segments, by the puts of all versions but the first."""
+    index_reads: int = 0
+    """What these lookups read: entries of an exact index; else directories, and segment ids of a container."""
 
 
 def run(corpora: Sequence[Corpus], core: int | None, work: Path | None = None) -> Iterator[LossFigures]:
@@ -70,6 +78,13 @@ def run(corpora: Sequence[Corpus], core: int | None, work: Path | None = None) -
                 yield figures
 
 
+class _Counted(NamedTuple):
+    """Counts since the start of the process."""
+
+    names: int
+    reads: int
+
+
 @contextmanager
 def _levels(level: int) -> Iterator[None]:
     before, hook_levels.LEVEL_FIRST = hook_levels.LEVEL_FIRST, level
@@ -84,11 +99,17 @@ def _measure(corpus: Corpus, level: int | None, root: Path) -> tuple[LossFigures
     kind = "exact" if level is None else "sampled"
     figures = LossFigures(corpus.name, kind, 1 << (level or 0))
     settings, _ = load(overrides={"index": {"kind": kind}, "container": {"target_bytes": TARGET_BYTES}})
-    for source in corpus.paths:
+    counted = _Counted(0, 0)
+    for number, source in enumerate(corpus.paths):
+        if number == 1:
+            counted = _counted()
         began = time.process_time()
         with nearkin.open_store(root, settings=settings, create=True) as store:
             store.put("blob", source)
         figures.put_cpu_seconds += time.process_time() - began
+    if len(corpus.paths) > 1:
+        now = _counted()
+        figures.names_asked, figures.index_reads = now.names - counted.names, now.reads - counted.reads
     with nearkin.open_store(root, settings=settings) as store:
         _compare(store, corpus, root.parent / "restored")
         sums = store.stats()
@@ -100,6 +121,13 @@ def _measure(corpus: Corpus, level: int | None, root: Path) -> tuple[LossFigures
     if sums.index.memory_bytes is not None:
         figures.memory_bytes_a_chunk = sums.index.memory_bytes / figures.chunks
     return figures, sums.ledger.duplicate_chunks
+
+
+def _counted() -> _Counted:
+    """Return the lookups of this process so far."""
+    names = sum(count for labels, count in counters.LOOKUPS.values().items() if labels[0] in _TABLES)
+    reads = sum(count for labels, count in counters.INDEX_READS.values().items() if labels[0] in _TABLES)
+    return _Counted(names, reads)
 
 
 def _compare(store: Store, corpus: Corpus, target: Path) -> None:

@@ -21,6 +21,7 @@ from nearkin_shared.index.container_entries import FEATURE_KEY_BYTES, ContainerE
 from nearkin_shared.index.lmdb.entry_encoding import KeyedLocations
 from nearkin_shared.index.lmdb.lmdb_removal import Removals, find_keys, is_removed
 from nearkin_shared.index.lmdb.sorted_run_table import FeatureShape, KeyShape, SortedRuns
+from nearkin_shared.observability import counters
 from nearkin_shared.results import IndexReport
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, Bools, Locations
 
@@ -96,6 +97,7 @@ class ExactTables(EntryTables):
 
     def locate(self, txn: Any, table: str, keys: U8) -> tuple[Locations, Bools]:
         """Return (locations, found) of keys."""
+        counters.INDEX_READS.add(len(keys), table)
         return self.runs[table].locate(txn, keys)
 
     def next_rows(self, txn: Any, table: str, position: bytes) -> Portion | None:

@@ -138,6 +138,7 @@ class TabletCache:
         drops = self._drops
         tablet = self._read(container)
         self.reads += 1
+        counters.INDEX_READS.add(1, "chunks")
         self.put(container, tablet, drops)
         return tablet
 

@@ -44,6 +44,7 @@ from nearkin_shared.index.tablets.tablet_search import RECENT_MAX, RecentContain
 from nearkin_shared.index.tablets.tag_snapshot import TagSnapshot, read_snapshot, write_snapshot
 from nearkin_shared.kernels.tag_table import FILTER_BITS_MAX, tag_mixes
 from nearkin_shared.limits import MIB
+from nearkin_shared.observability import counters
 from nearkin_shared.results import IndexReport
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, ContainerId, Locations, distinct
 from nearkin_shared.utils.frozen import frozen
@@ -290,6 +291,7 @@ class TabletTables(EntryTables):
         return partial(self._segment_tablet, txn)
 
     def _segment_tablet(self, txn: Any, container: int) -> Tablet:
+        counters.INDEX_READS.add(1, "segments")
         ids = self._segment_ids(txn, container)
         return Tablet.make(ids, tags_of_segments(ids), np.arange(len(ids), dtype=np.uint32))
 
