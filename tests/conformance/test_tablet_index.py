@@ -13,7 +13,7 @@ import pytest
 from nearkin_shared.errors import Corrupt, IndexDamaged, StoreUnavailable
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.index.container_entries import ContainerEntries
-from nearkin_shared.index.tablets import tablet_tables
+from nearkin_shared.index.tablets import tablet_search, tablet_tables
 from nearkin_shared.index.tablets.container_tags import ContainerTags
 from nearkin_shared.index.tablets.tablet_cache import CachePolicy, Tablet, TabletCache, words_of
 from nearkin_shared.index.tablets.tablet_index import TabletIndex
@@ -411,6 +411,18 @@ def test_view_from_before_a_change_loads_no_tags(tmp_path: Path, options: Tablet
         assert len(set(shelf.reads)) <= 3 + RECENT_MAX < CONTAINERS
     else:
         assert set(shelf.reads) <= {(5 << 40) + 1, (5 << 40) + 2, SECOND}
+    index.close()
+
+
+def test_published_containers_stay_recent_after_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream through old containers does not make the last version's few names unfindable."""
+    monkeypatch.setattr(tablet_search, "RECENT_MAX", 4)
+    index = ShelvedIndex(tmp_path / "index", Shelf(), options=TabletOptions(is_sampled=True, level=1))
+    fill(index, 20)
+    for name in names_of(19):
+        for number in range(10):
+            assert index.locate_chunks(names_of(number))[1].all()
+        assert index.locate_chunks(name[None])[1].all()
     index.close()
 
 

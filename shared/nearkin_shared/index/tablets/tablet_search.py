@@ -21,7 +21,7 @@ from nearkin_shared.types import U8, U64, Bools, Locations
 CHAMPIONS_MIN, KEYS_A_CHAMPION = 16, 64
 """So many containers, or one for so many keys, are opened for the hooks of a batch."""
 RECENT_MAX = 32
-"""Containers that are asked for what hooks did not find."""
+"""Containers of each kind, published last and hit last, that are asked for what hooks did not find."""
 
 TabletOf = Callable[[int], Tablet | None]
 Rows = NDArray[np.int64]
@@ -35,23 +35,36 @@ def champions(candidates: U64, keys: int) -> set[int]:
 
 
 class RecentContainers:
-    """Containers in which names were found last, and those published last."""
+    """Containers in which names were found last, and those published last.
+
+    Apart: a stream that hits many old containers does not evict the changes of the last versions, of which each
+    container has few names, and so seldom a hook.
+    """
 
     def __init__(self) -> None:
-        self._containers: OrderedDict[int, None] = OrderedDict()
+        self._hit: OrderedDict[int, None] = OrderedDict()
+        self._published: OrderedDict[int, None] = OrderedDict()
 
-    def note_many(self, containers: Iterable[int]) -> None:
-        """Note the last containers, the very last one at the end."""
+    def note_hits(self, containers: Iterable[int]) -> None:
+        """Note containers in which names were found, the last one at the end."""
+        self._note(self._hit, containers)
+
+    def note_published(self, containers: Iterable[int]) -> None:
+        """Note published containers, the last one at the end."""
+        self._note(self._published, containers)
+
+    @staticmethod
+    def _note(noted: OrderedDict[int, None], containers: Iterable[int]) -> None:
         for container in containers:
-            self._containers[container] = None
-            self._containers.move_to_end(container)
-        while len(self._containers) > RECENT_MAX:
-            self._containers.popitem(last=False)
+            noted[container] = None
+            noted.move_to_end(container)
+        while len(noted) > RECENT_MAX:
+            noted.popitem(last=False)
 
     @property
     def containers(self) -> Collection[int]:
         """Return the containers."""
-        return self._containers.keys()
+        return self._hit.keys() | self._published.keys()
 
 
 class TabletSearch:

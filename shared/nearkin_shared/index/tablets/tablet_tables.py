@@ -180,7 +180,7 @@ class TabletTables(EntryTables):
         self._unsaved = 0
         self._update(txn, tags)
         for recent in self._recent.values():  # as if this process had published them
-            recent.note_many(tags.last(RECENT_MAX))
+            recent.note_published(tags.last(RECENT_MAX))
         return tags
 
     @property
@@ -262,7 +262,7 @@ class TabletTables(EntryTables):
             search.follow(tags.neighbours)
         if recent is not None and self._options.is_sampled:
             tags.mark_stable(search.hits)
-            recent.note_many(search.hits)
+            recent.note_hits(search.hits)
         return search.locations, search.found
 
     def _chunk_tablet(self, container: int) -> Tablet | None:
@@ -361,7 +361,7 @@ class TabletTables(EntryTables):
         tags.put(container, np.concatenate([name_tags[is_new], segment_tags[is_new_segment]]))
         if not tags.hooks.are_zero:
             for recent in self._recent.values():
-                recent.note_many([container])
+                recent.note_published([container])
         return bool(is_known and (is_new.any() or is_new_segment.any()))
 
     def _is_found(self, tags: ContainerTags, container: int, keys: U8, key_tags: U64, tablet_of: TabletOf) -> Bools:
