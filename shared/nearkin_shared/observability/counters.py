@@ -113,7 +113,7 @@ LOOKUPS = Counter(
 )
 INDEX_READS = Counter(
     "nearkin_index_reads",
-    "What lookups in a local index read: entries (exact), or directories, and segment ids of a container.",
+    "Reads of lookups in a local index: entries (exact), or directories, and segment ids of a container.",
     ("table",),
 )
 DEDUP_SEGMENTS = Counter("nearkin_dedup_segments", "Segments by where they were known from.", ("level",))

@@ -56,7 +56,7 @@ class LossFigures:
     names_asked: int = 0
     """Of chunks and segments, by the puts of all versions but the first."""
     index_reads: int = 0
-    """What these lookups read: entries of an exact index; else directories, and segment ids of a container."""
+    """Reads of these lookups: entries of an exact index; else directories, and segment ids of a container."""
 
 
 def run(corpora: Sequence[Corpus], core: int | None, work: Path | None = None) -> Iterator[LossFigures]:
