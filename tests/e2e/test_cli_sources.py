@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -55,6 +56,39 @@ def test_put_from_unknown_command_is_refused(call: InProcess, root: Path) -> Non
     assert_refused(missing, 2, "command 'no-such-program': cannot be run: no such file")
     assert_refused(call("--store", root, "put", "dump", "--from-command"), 2, "give the command after --")
     assert keys(root) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("dump", "{source}", "--from-command", "--", "{touch}", "{made}"), "before -- is a source"),
+        (("dump", "--from-command", "{source}", "--", "{touch}", "{made}"), "before -- is a source"),
+        (("dump", "--from-command", "{touch}", "{made}"), "give the command after --"),
+        (("--from-command", "--", "dump", "{touch}", "{made}"), "give the command after --"),
+    ],
+)
+def test_put_with_source_and_command_runs_nothing(
+    arguments: tuple[str, ...], reason: str, call: InProcess, root: Path, tmp_path: Path
+) -> None:
+    """A source beside a command, or a command that is not after `--`, is refused: nothing runs, nothing is stored."""
+    made, touch, source = tmp_path / "made", shutil.which("touch"), tmp_path / "source"
+    source.write_text("content")
+    named = [one.format(made=made, touch=touch, source=source) for one in arguments]
+    assert_refused(call("--store", root, "put", *named), 2, reason)
+    assert not made.exists()
+    assert keys(root) == []
+
+
+def test_option_instead_of_value_is_refused(call: InProcess, root: Path) -> None:
+    """`--keep-tag --dry-run` deletes nothing: an option is no value of another, unless both are joined by `=`."""
+    assert call("--store", root, "put", "dump", "/dev/null", "--allow-empty").returncode == 0
+    assert call("--store", root, "put", "dump", "/dev/null", "--allow-empty").returncode == 0
+    forget = ("--store", root, "forget", "dump", "--keep-last", "1")
+    assert_refused(call(*forget, "--keep-tag", "--dry-run"), 2, "--keep-tag: its value is missing before --dry-run")
+    assert_refused(call("--store", "-q", "ls"), 2, "--store: its value is missing before -q")
+    with open_store(root) as store:
+        assert [info.version for info in store.versions("dump", all_versions=True)] == [1, 2]
+    assert call("--store", root, "put", "dump", "/dev/null", "--allow-empty", "--meta=--json=x").returncode == 0
 
 
 def test_put_from_command_without_store_runs_nothing(call: InProcess, tmp_path: Path) -> None:

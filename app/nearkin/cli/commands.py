@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nearkin.cli.session import AsWrittenGroup, Session, complete_file, current_session, force_option, shared_options
+from nearkin.cli.session import (
+    AsWrittenGroup,
+    Session,
+    TakesCommand,
+    complete_file,
+    current_session,
+    force_option,
+    shared_options,
+)
 from nearkin_shared.errors import BadInput
 
 if TYPE_CHECKING:
@@ -101,7 +109,7 @@ def nearkin() -> None:
     """
 
 
-@nearkin.command(options_metavar="[OPTIONS]")
+@nearkin.command(cls=TakesCommand, options_metavar="[OPTIONS]")
 @click.argument("key", metavar="KEY")
 @click.argument("sources", metavar="FILE|-", nargs=-1, shell_complete=complete_file)
 @click.option("--from-command", is_flag=True, help="Store what the command after -- writes to stdout, if it succeeds.")

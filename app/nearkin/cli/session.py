@@ -7,7 +7,7 @@ Invariant: the shared options mean the same before and after the command.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import cleandoc
 from pathlib import Path
@@ -29,7 +29,30 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class AsWritten(click.Command):
-    """A command whose help is its docstring, line by line, so that examples stay as written."""
+    """A command whose help is its docstring, line by line, so that examples stay as written.
+
+    An option without its value never takes the next option for it: `forget home --keep-tag --dry-run` would delete.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the command line; raises click.UsageError if an option stands where a value is missing."""
+        self._check_values(ctx, args)
+        return super().parse_args(ctx, args)
+
+    def _check_values(self, ctx: click.Context, args: Sequence[str]) -> None:
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        names = {name for one in options for name in (*one.opts, *one.secondary_opts)}
+        valued = {name for one in options if not one.is_flag and not one.count for name in one.opts}
+        left = iter(args)
+        for name in left:
+            if name == "--" or not (name.startswith("-") or self.allow_interspersed_args):
+                return
+            value = next(left, None) if name in valued else None
+            if value in names:
+                joint = "=" if name.startswith("--") else ""
+                raise click.UsageError(
+                    f"{name}: its value is missing before {value}; {name}{joint}{value} takes {value} for it", ctx
+                )
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the docstring, indented."""
@@ -42,6 +65,33 @@ class AsWrittenGroup(AsWritten, click.Group):
     """The same for the group and, by default, for the commands in it."""
 
     command_class: type[click.Command] | None = AsWritten
+
+
+class TakesCommand(AsWritten):
+    """A command whose option --from-command runs what is behind `--`, and nothing that is before it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the command line; raises click.UsageError if it names a source and a command."""
+        before = args[: args.index("--")] if "--" in args else args
+        if "--from-command" in before:
+            named, _, _ = self.make_parser(ctx).parse_args(list(before))
+            self._check_source(ctx, named, is_ended="--" in args)
+        return super().parse_args(ctx, args)
+
+    def _check_source(self, ctx: click.Context, named: Mapping[str, object], *, is_ended: bool) -> None:
+        sources = named.get("sources")
+        if not named.get("from_command"):
+            return
+        if not is_ended or not isinstance(named.get("key"), str):
+            raise click.UsageError(
+                "--from-command: give the command after --, as in: put KEY --from-command -- pg_dump shop", ctx
+            )
+        if isinstance(sources, Sequence) and sources:
+            raise click.UsageError(
+                f"--from-command: {sources[0]!r} before -- is a source, and the command after it is another one; "
+                "leave out one of them",
+                ctx,
+            )
 
 
 class Session:
