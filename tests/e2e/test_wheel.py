@@ -90,6 +90,7 @@ def test_wheel_holds_runtime_files_only(wheel: Path) -> None:
                 "dedup",
                 "delta",
                 "gateway",
+                "index",
                 "ingest",
                 "maintenance",
                 "resemblance",
