@@ -35,7 +35,7 @@ class AsWritten(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the command line; raises click.UsageError if an option stands where a value is missing."""
+        """Parse the arguments; raises click.UsageError if an option replaces a value."""
         self._check_values(ctx, args)
         return super().parse_args(ctx, args)
 
@@ -68,7 +68,7 @@ class AsWrittenGroup(AsWritten, click.Group):
 
 
 class TakesCommand(AsWritten):
-    """A command whose option --from-command runs what is behind `--`, and nothing that is before it."""
+    """A command whose option --from-command runs only what follows `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the command line; raises click.UsageError if it names a source and a command."""
