@@ -70,7 +70,7 @@ def test_put_from_unknown_command_is_refused(call: InProcess, root: Path) -> Non
 def test_put_with_source_and_command_runs_nothing(
     arguments: tuple[str, ...], reason: str, call: InProcess, root: Path, tmp_path: Path
 ) -> None:
-    """A source beside a command, or a command that is not after `--`, is refused: nothing runs, nothing is stored."""
+    """A source next to a command, or a command that is not after `--`, is refused: nothing runs, nothing is stored."""
     made, touch, source = tmp_path / "made", shutil.which("touch"), tmp_path / "source"
     source.write_text("content")
     named = [one.format(made=made, touch=touch, source=source) for one in arguments]
