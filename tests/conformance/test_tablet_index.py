@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,22 @@ def fill(index: TabletIndex, containers: int = CONTAINERS) -> None:
 
 def names_of(number: int) -> Any:
     return container_of(number).directory.chunks.names
+
+
+def test_removed_chunk_of_a_rewrite_has_no_tag_to_remove(tmp_path: Path) -> None:
+    """Its name is zeros in the directory, whose tag may be that of another chunk of the container."""
+    shelf = Shelf()
+    index = ShelvedIndex(tmp_path / "index", shelf)
+    fill(index, 2)
+    container = container_of(0).directory.container
+    stored = shelf.stored[container]
+    names = stored.chunks.names.copy()
+    names[3] = 0
+    shelf.stored[container] = replace(stored, chunks=replace(stored.chunks, names=names))
+    removals: dict[str, Any] = {"chunks": {container: None}, "segments": {}, "features": {}}
+    found = index._tablet_tables.find_removed(lambda _: iter(()), removals)["chunks"]
+    assert np.array_equal(found, np.delete(names, 3, axis=0))
+    index.close()
 
 
 def test_tablet_that_is_being_read_ahead_is_read_once() -> None:

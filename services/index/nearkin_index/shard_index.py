@@ -5,7 +5,7 @@ Invariant: a chunk is found only where its container's directory has its name, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,12 @@ import numpy as np
 from nearkin_shared.formats.directory import BlockTable, ChunkTable, Directory, PrefixTable, SegmentTable
 from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.lmdb.entry_encoding import decode_fields, encode_fields
-from nearkin_shared.index.lmdb.entry_tables import Rows
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
-from nearkin_shared.index.lmdb.lmdb_removal import Removals
 from nearkin_shared.index.protocols import ContainerSummary
 from nearkin_shared.index.shards.key_ranges import owners_of_names
 from nearkin_shared.index.shards.shard_messages import ROWS_A_PAGE, ContainerPart, numbers_of
 from nearkin_shared.index.tablets.tablet_tables import Directories, TabletOptions, TabletTables
-from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, ContainerId, Locations
+from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, ContainerId, Locations
 
 
 class OwnDirectories:
@@ -40,15 +38,6 @@ class OwnDirectories:
         names = np.where(is_own[:, None], chunks.names, np.uint8(0))
         lengths = np.where(is_own, chunks.lengths, np.uint32(0))
         return replace(found, chunks=replace(chunks, names=names, lengths=lengths))
-
-
-class ShardTables(TabletTables):
-    """Tables whose directories have chunks of other shards, as rows of zeros."""
-
-    def find_removed(self, rows: Rows, removals: Mapping[str, Removals]) -> dict[str, U8]:
-        """Return names of removed chunks without those of other shards."""
-        found = super().find_removed(rows, removals)
-        return {**found, "chunks": found["chunks"][found["chunks"].any(axis=1)]}
 
 
 class ShardIndex(LmdbIndex):
@@ -68,7 +57,7 @@ class ShardIndex(LmdbIndex):
         Raises: IndexDamaged, FormatTooNew, StoreUnavailable.
         """
         own = OwnDirectories(directories, number, count)
-        tables = partial(ShardTables, folder=folder, directories=own, options=options, read_only=False)
+        tables = partial(TabletTables, folder=folder, directories=own, options=options, read_only=False)
         super().__init__(folder, b"", map_bytes, tables=tables)
 
     def add_parts(self, parts: Sequence[ContainerPart]) -> None:

@@ -410,7 +410,8 @@ class TabletTables(EntryTables):
                 found = self._directories.directory(ContainerId(container)).chunks.names
             except PermanentError:
                 continue
-            names.append(found if ordinals is None else found[ordinals[ordinals < len(found)]])
+            found = found if ordinals is None else found[ordinals[ordinals < len(found)]]
+            names.append(found[found.any(axis=1)])  # zeros have no tag of their own: it may be that of another chunk
         features = find_keys(rows("features"), removals["features"], SHAPES["features"].key_bytes)
         segments = np.zeros((0, SEGMENT_ID_BYTES), np.uint8)  # `drop` reads them
         return {"chunks": np.concatenate(names), "segments": segments, "features": features}
