@@ -242,10 +242,10 @@ def test_shard_behind_a_gc_generation_is_rebuilt(tmp_path: Path) -> None:
     assert not same.locate_chunks(names)[1].any()
     same.close()
     newer = type(store)(store.store_id, store.directories, store.container_ids, lambda: 7, store.complete)
-    anew = open_complete(options, newer)
-    assert anew.locate_chunks(names)[1].all()
-    assert anew.generation == 7
-    anew.close()
+    reopened = open_complete(options, newer)
+    assert reopened.locate_chunks(names)[1].all()
+    assert reopened.generation == 7
+    reopened.close()
 
 
 @pytest.mark.parametrize(
