@@ -121,7 +121,9 @@ def backup(
     )
     chosen = [*paths, *(path for name in files_from for path in _read_paths(name))]
     if not chosen:
-        raise BadInput("backup: no path is given; name folders or files after KEY, or list them with --files-from")
+        raise BadInput(
+            f"backup: no path is given; name folders or files after KEY, here {key!r}, or list them with --files-from"
+        )
     _check_exclusions(options.exclusions)
     if progress and (dry_run or not session.as_json):
         raise BadInput("--progress: prints JSON lines; give --json, and no --dry-run")
@@ -184,15 +186,15 @@ def _check_exclusions(options: ExclusionOptions) -> None:
 
 
 def _back_up(session: Session, key: str, paths: Sequence[str], options: BackupOptions, *, as_lines: bool) -> int:
+    from nearkin.cli.path_keys import check_new_key
     from nearkin.trees.backup_walk import BackupCounts
 
     started = time.perf_counter()
     counts = BackupCounts()
-    with (
-        session.open(read_only=False) as store,
-        _progress(store, key, paths, options, counts, shown=not session.as_json, as_lines=as_lines),
-    ):
-        result = store.backup(key, paths, options=options, counts=counts)
+    with session.open(read_only=False) as store:
+        check_new_key(store, key, paths, "backup")
+        with _progress(store, key, paths, options, counts, shown=not session.as_json, as_lines=as_lines):
+            result = store.backup(key, paths, options=options, counts=counts)
     return _report(session, key, result, time.perf_counter() - started, as_lines=as_lines)
 
 
@@ -263,12 +265,14 @@ def _store_folders(store: AnyStore) -> list[Path]:
 def _plan(session: Session, key: str, paths: Sequence[str], options: BackupOptions) -> int:
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import print_json, print_line
+    from nearkin.cli.path_keys import check_new_key
     from nearkin.cli.progress import EntriesDone, entries_bar
     from nearkin.trees.backup_plan import BackupPlan, PlannedCounts
     from nearkin_shared.utils.terminal import printable
 
     counts = PlannedCounts()
     with session.open() as store:
+        check_new_key(store, key, paths, "backup")
         plan = BackupPlan(paths, options, _store_folders(store), counts)
         newest, unfinished = _parent_trees(store, key)
         with entries_bar(

@@ -62,6 +62,7 @@ def import_tar(key: str, archive: str, tags: tuple[str, ...], meta: tuple[str, .
     """
     from nearkin.cli.arguments import check_key
     from nearkin.cli.backup_command import parse_tags, parse_tree_metadata
+    from nearkin.cli.path_keys import check_new_key_of_file
     from nearkin.cli.progress import EntriesDone, entries_bar
     from nearkin.trees.tar_import import ImportCounts, ImportOptions
 
@@ -77,12 +78,11 @@ def import_tar(key: str, archive: str, tags: tuple[str, ...], meta: tuple[str, .
     def read_progress() -> EntriesDone:
         return EntriesDone(counts.files, counts.read_bytes, counts.left_out, counts.total_bytes or None)
 
-    with (
-        session.open(read_only=False) as store,
-        entries_bar("import", read_progress, shown=not session.as_json),
-    ):
-        source = sys.stdin.buffer if archive == "-" else archive
-        result = store.import_tar(key, source, options=options, counts=counts)
+    with session.open(read_only=False) as store:
+        check_new_key_of_file(store, key, archive, "import-tar")
+        with entries_bar("import", read_progress, shown=not session.as_json):
+            source = sys.stdin.buffer if archive == "-" else archive
+            result = store.import_tar(key, source, options=options, counts=counts)
     return _report(session, key, result, time.perf_counter() - started)
 
 

@@ -1,0 +1,75 @@
+"""Commands that store: a path as KEY is refused, keys of older stores are not."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from nearkin import open_store
+from tests.support.checks.commands import InProcess, assert_refused, new_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Return an empty store next to two folders, each with one file."""
+    for name in ("mail", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    return new_store(tmp_path / "store")
+
+
+@pytest.mark.parametrize("form", ["absolute", "./mail", "../mail", "~/mail", ".", "mail/"])
+def test_backup_path_as_key_is_refused(
+    store: Path, tmp_path: Path, call: InProcess, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Two folders without KEY: nothing is stored, and the error is a command that can be run."""
+    monkeypatch.chdir(tmp_path)
+    key = str(tmp_path / "mail") if form == "absolute" else form
+    for options in ((), ("--dry-run",)):
+        done = call("--store", store, "backup", key, "notes", *options)
+        assert_refused(done, 2, "KEY is a name of your choice")
+    if form in ("absolute", "./mail", "mail/"):
+        assert done.stderr.decode().endswith(f": nearkin backup mail {key} notes\n")
+    assert call("--store", store, "ls").stdout == b""
+
+
+def test_backup_key_of_an_old_store_is_continued(store: Path, tmp_path: Path, call: InProcess) -> None:
+    """A key that has the form of a path already gets further versions, and every command reads them."""
+    key = str(tmp_path / "mail")
+    with open_store(store) as opened:
+        opened.put(key, b"of an earlier Nearkin")
+    assert call("--store", store, "backup", key, tmp_path / "notes").returncode == 0
+    assert call.answer("--store", store, "info", key)["version"] == 2
+    assert call("--store", store, "restore", key, "-o", tmp_path / "out").returncode == 0
+    assert (tmp_path / "out" / "file").read_text() == "notes"
+    assert call("--store", store, "rm", key).returncode == 0
+
+
+def test_backup_key_equal_to_its_path_is_stored(
+    store: Path, tmp_path: Path, call: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that names its one path is meant so; a bare name is a key even if a folder has it."""
+    monkeypatch.chdir(tmp_path)
+    assert call("--store", store, "backup", str(tmp_path / "mail"), tmp_path / "mail").returncode == 0
+    assert call("--store", store, "backup", "mail", "notes").returncode == 0
+
+
+def test_put_of_two_files_is_refused(store: Path, tmp_path: Path, call: InProcess) -> None:
+    """The path of another file is no KEY; that of the source, of no file, or of what stdin has, is one."""
+    mail, notes = str(tmp_path / "mail" / "file"), str(tmp_path / "notes" / "file")
+    assert_refused(call("--store", store, "put", mail, notes), 2, f"nearkin put file {notes}")
+    for arguments in ((mail, mail), ("/no/such/file", notes)):
+        assert call("--store", store, "put", *arguments).returncode == 0
+    assert call("--store", store, "put", notes, "-", stdin=b"piped").returncode == 0
+    assert call("--store", store, "put", notes, mail).returncode == 0, "the store has this key"
+
+
+def test_import_tar_of_two_archives_is_refused(store: Path, tmp_path: Path, call: InProcess) -> None:
+    first, second = tmp_path / "1.tar", tmp_path / "2.tar"
+    for path in (first, second):
+        with tarfile.open(path, "w") as archive:
+            archive.add(tmp_path / "mail", "mail")
+    assert_refused(call("--store", store, "import-tar", first, second), 2, f"nearkin import-tar 2.tar {second}")
+    assert call("--store", store, "import-tar", str(second), second).returncode == 0
