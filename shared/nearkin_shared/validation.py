@@ -56,16 +56,21 @@ def check_key(key: str) -> None:
         raise BadInput(f"key {key!r}: has a NUL character; use another separator, such as /")
 
 
+def is_reserved_key(key: str) -> bool:
+    """Return whether a key is Nearkin's own."""
+    return key.startswith(RESERVED_PREFIX)
+
+
 def check_user_key(key: str) -> None:
     """Refuse a key that `check_key` refuses, or that is reserved."""
     check_key(key)
-    if key.startswith(RESERVED_PREFIX):
+    if is_reserved_key(key):
         raise BadInput(f"key {key!r}: keys that start with {RESERVED_PREFIX} are reserved; choose another")
 
 
 def is_listed_key(key: str, prefix: str) -> bool:
     """Return whether a listing shows a key: a reserved one only if `prefix` is reserved."""
-    return not key.startswith(RESERVED_PREFIX) or prefix.startswith(RESERVED_PREFIX)
+    return not is_reserved_key(key) or prefix.startswith(RESERVED_PREFIX)
 
 
 def check_prefix(prefix: str) -> None:

@@ -38,7 +38,7 @@ from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.storage.scrub_progress import ScrubState, ScrubStates
 from nearkin_shared.storage.version_listing import check_newest, infos_of, missing_version, visible_version
 from nearkin_shared.utils.frozen import frozen
-from nearkin_shared.validation import check_key, is_listed_key
+from nearkin_shared.validation import check_key, is_reserved_key
 
 TENANTS_OPEN_MAX = 8
 """Tenants whose fingerprinters are kept; all read through the same caches of directories and of decoded blocks."""
@@ -227,7 +227,7 @@ class VersionCatalog:
         after_key, after_version = _after(after)
         # One extra entry shows that there is a next page; a second shows that the last key has no further version.
         entries = self._listing.catalog_after(tenant, prefix, after_key, after_version, limit + 2)
-        listed = (entry for entry in entries if is_listed_key(entry.key, prefix))
+        listed = (entry for entry in entries if not is_reserved_key(entry.key))
         wanted = _units(listed, all_versions=all_versions)
         found, last, examined = ListedVersions(), after, 0
         while some := list(islice(wanted, min(limit + 1 - len(found), READ_AHEAD))):
@@ -279,7 +279,7 @@ class VersionCatalog:
         damaged: list[Damage] = []
         examined = 0
         for key in self._listing.marked_keys(tenant, prefix, after_key):
-            if not is_listed_key(key, prefix) or (key == after_key and after_version is None):
+            if is_reserved_key(key) or (key == after_key and after_version is None):
                 continue
             for entry in deletions.list_deleted(tenant, [key], damaged.append):
                 if key == after_key and after_version is not None and entry.version <= after_version:

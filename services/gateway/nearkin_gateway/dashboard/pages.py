@@ -37,6 +37,7 @@ from nearkin_gateway.routes.operations_routes import collection_json, pipeline_j
 from nearkin_gateway.state import Gateway, gateway_of
 from nearkin_shared.errors import BadInput, NearkinError, NotFound
 from nearkin_shared.limits import KEY_BYTES_MAX
+from nearkin_shared.validation import check_user_key
 
 FORM_BYTES_MAX = 8 * 1024
 PAGE_ROWS = 50
@@ -275,6 +276,7 @@ async def blob(request: Request, gateway: Gateway, visitor: Visitor) -> Response
     annotate(request, key=key)
     if not 1 <= len(key.encode(errors="replace")) <= KEY_BYTES_MAX:
         raise NotFound("no key is named; start from the list of blobs")
+    check_user_key(key)
     after, number = _number(request, "after") or 0, _number(request, "version")
     tenant = visitor.tenant
     gone = [

@@ -1,6 +1,6 @@
 """Parse keys in URLs.
 
-Invariant: a key is decoded once, strictly; two keys never share a URL.
+Invariant: a key is decoded once, strictly; two keys never share a URL. No URL names a reserved key.
 
 Routes match the path as it was sent. In it a literal `/versions` at the end names the versions of a key; a key that
 ends with it is written with its last slash as %2F: /v1/blobs/notes%2Fversions. All other slashes may be either.
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nearkin_gateway.http.problems import Problem
 from nearkin_shared.limits import KEY_BYTES_MAX
-from nearkin_shared.validation import check_key
+from nearkin_shared.validation import check_user_key
 
 _VERSIONS = "/versions"
 _DESCRIPTION = (
@@ -51,7 +51,7 @@ def decode_key(text: str) -> str:
         key = data.decode()
     except UnicodeDecodeError as err:
         raise Problem(400, "bad-key", f"key: is not UTF-8 (byte {err.start})") from err
-    check_key(key)
+    check_user_key(key)
     return key
 
 

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from nearkin_gateway.http.problems import TUS_VERSION, Problem
 from nearkin_shared.limits import KEY_BYTES_MAX
 from nearkin_shared.utils.frozen import frozen
-from nearkin_shared.validation import CONTENT_TYPE, check_key, check_metadata, is_media_type
+from nearkin_shared.validation import CONTENT_TYPE, check_metadata, check_user_key, is_media_type
 
 EXTENSIONS = "creation,creation-with-upload,checksum,expiration,termination,concatenation"
 METADATA_CHARACTERS_MAX = 128 * 1024
@@ -52,7 +52,7 @@ def parse_metadata(text: str, *, needs_key: bool) -> Description:
     if key is not None:
         if len(key.encode()) > KEY_BYTES_MAX:
             raise Problem(400, "key-too-long", f"key of {len(key.encode())} bytes: want at most {KEY_BYTES_MAX}")
-        check_key(key)
+        check_user_key(key)
     sha256 = found.pop("sha256", None)
     if sha256 is not None and re.fullmatch("[0-9a-fA-F]{64}", sha256, re.ASCII) is None:
         raise Problem(400, "bad-digest", "Upload-Metadata sha256: want 64 hex digits")
