@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.gc_deletion import fill, settings_of
 from nearkin_shared.config.storage import GcSettings
-from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
+from nearkin_shared.fleet.fleet_key_locks import FleetKeyLocks
 from nearkin_shared.objectstore.factory import with_parity
 from nearkin_shared.objectstore.s3 import S3ObjectStore
 from nearkin_shared.storage.deletions import Deletions
@@ -78,7 +78,7 @@ def measure(mode: str, versions: int, full: Path, s3: S3, redis: Redis) -> list[
         worker = fleet.make_gc_worker(gc=gc, tables=Path(folder, "gc", "tables"))
         for run in ("first", "unchanged", "1 deleted", "due"):
             if run.endswith("deleted"):
-                manifests = ManifestStore(objects, RedisKeyLocks(fleet.index))
+                manifests = ManifestStore(objects, FleetKeyLocks(fleet.index.state))
                 Deletions(manifests, fleet.index.mark_many).delete("default", "f00005.txt", 1, undelete_seconds=0)
             fleet.now += DAY
             with count_requests() as counts:

@@ -18,9 +18,9 @@ from nearkin_committer.handler import CommitterHandler
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NotFound
+from nearkin_shared.fleet.fleet_key_locks import FleetKeyLocks
 from nearkin_shared.formats.message import End, Envelope, encode
 from nearkin_shared.index.redis import RedisIndex
-from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.tenant_context import tenant_contexts
 from nearkin_shared.objectstore.factory import open_store_of
@@ -41,7 +41,7 @@ class Fleet:
         self.settings = settings
         self.objects, self.found = open_store_of(settings)
         self.index = RedisIndex(settings.redis, b"")
-        self.locks = RedisKeyLocks(self.index)
+        self.locks = FleetKeyLocks(self.index.state)
         self.blobs = 0
         self._counting = threading.Lock()
 
@@ -144,7 +144,7 @@ def test_committed_blob_read_again_is_reported_committed(fleet: Fleet) -> None:
 
 def test_key_lock_of_a_dead_holder_expires(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """F.16: A committer that dies inside its commit holds the key for a bounded time."""
-    monkeypatch.setattr("nearkin_shared.index.redis.redis_key_locks.LOCK_SECONDS", 1)
+    monkeypatch.setattr("nearkin_shared.fleet.fleet_key_locks.LOCK_SECONDS", 1)
     held = fleet.locks.for_put("t", "k")
     held.__enter__()  # never left
     started = time.monotonic()

@@ -29,7 +29,7 @@ from nearkin_maintenance.gc.online_run import OnlinePass
 from nearkin_maintenance.gc.reference_counts import TablesUnavailable
 from nearkin_shared.config.storage import GcSettings
 from nearkin_shared.errors import Corrupt
-from nearkin_shared.index.redis.lease import Lease, LeaseLost
+from nearkin_shared.fleet.lease import Lease, LeaseLost
 from nearkin_shared.objectstore.factory import with_parity
 from nearkin_shared.objectstore.local import LocalObjectStore
 from nearkin_shared.results import GcReport
@@ -354,7 +354,7 @@ def lost_redis(fleet: HybridFleet) -> None:
 
 
 def another_lease(fleet: HybridFleet) -> None:
-    with Lease(fleet.index) as lease:
+    with Lease(fleet.index.state) as lease:
         assert lease.take()
 
 

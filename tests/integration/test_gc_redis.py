@@ -22,10 +22,10 @@ from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_shared.config.storage import GcSettings
 from nearkin_shared.errors import RetryableError
-from nearkin_shared.index.redis import lease as lease_module
+from nearkin_shared.fleet import lease as lease_module
+from nearkin_shared.fleet.gc_status import GcStatusStore
+from nearkin_shared.fleet.lease import Lease, LeaseLost
 from nearkin_shared.index.redis.connection import Command, RedisServer
-from nearkin_shared.index.redis.gc_status import GcStatusStore
-from nearkin_shared.index.redis.lease import Lease, LeaseLost
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.factory import with_parity
 from nearkin_shared.objectstore.local import LocalObjectStore
@@ -72,7 +72,7 @@ def fleet(tmp_path: Path, s3_objects: S3ObjectStore, redis: Redis, key_prefix: s
 
 def test_gc_run_requested_during_one_follows(fleet: Deployed) -> None:
     """Run again for a request during a run, which may have marked before the latest deletion."""
-    status, worker = GcStatusStore(fleet.index), fleet.make_gc_worker()
+    status, worker = GcStatusStore(fleet.index.state), fleet.make_gc_worker()
     status.request_run()
 
     def request_again(_objects: ObjectStore, _check: Callable[[], None]) -> tuple[int, int]:
@@ -192,7 +192,7 @@ def test_suspended_machine_holds_no_lease(fleet: Deployed, monkeypatch: pytest.M
         return time.clock_gettime(clock) + (slept_seconds if clock == time.CLOCK_BOOTTIME else 0.0)
 
     monkeypatch.setattr(lease_module, "time", SimpleNamespace(time=time.time, clock_gettime=clock_gettime))
-    with Lease(fleet.index) as lease:
+    with Lease(fleet.index.state) as lease:
         assert lease.take()
         lease.check()
         slept_seconds = 3600.0
@@ -217,7 +217,7 @@ def test_gc_run_repairs_from_parity(fleet: Deployed) -> None:
 
 def test_gc_run_waits_for_the_lease(fleet: Deployed) -> None:
     """Begin no run while another maintenance worker holds the lease."""
-    with Lease(fleet.index) as lease:
+    with Lease(fleet.index.state) as lease:
         assert lease.take()
         assert fleet.make_gc_worker().run_once() is None
     assert fleet.make_gc_worker().run_once() is not None

@@ -25,9 +25,9 @@ from nearkin_gateway.backends.source_dedup import BATCH_BYTES
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import RetryableError
 from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.fleet.fleet_index import FleetIndex
 from nearkin_shared.formats.message import Envelope, Sparse, encode
 from nearkin_shared.index.protocols import Index
-from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.kafka.record_guard import TENANTS_MAX, BoundedCache
 from nearkin_shared.kernels.fingerprint_table import first_occurrence
 from nearkin_shared.limits import FRAME_BYTES_MAX
@@ -97,7 +97,7 @@ class EdgeDedup:
         return UploadReducer(self, tenant, envelope)
 
 
-def connect_edge(settings: Settings, found: Descriptor, index: RedisIndex) -> EdgeDedup:
+def connect_edge(settings: Settings, found: Descriptor, index: FleetIndex) -> EdgeDedup:
     """Return the stages of a gateway. Raises ConfigError."""
     secret, bits = bytes.fromhex(found.secret), found.fingerprint_bits
     return EdgeDedup(settings, lambda tenant: Fingerprinter(secret, tenant, bits), index.for_domain)

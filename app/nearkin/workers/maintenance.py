@@ -23,10 +23,10 @@ from nearkin_maintenance.optimize.compact import Rewriter
 from nearkin_maintenance.redis_index_recovery import recover_index
 from nearkin_maintenance.verify.scrub_worker import BackgroundScrub
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
+from nearkin_shared.fleet.fleet_key_locks import FleetKeyLocks
 from nearkin_shared.index.protocols import MarkedVersion
-from nearkin_shared.index.redis import rebuild_in_background
+from nearkin_shared.index.redis import RedisIndex, rebuild_in_background
 from nearkin_shared.index.redis.background_rebuild import RebuildTarget
-from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
 from nearkin_shared.kafka.lag import LagWatch
 from nearkin_shared.kafka.trimmer import TrimThread
 from nearkin_shared.kafka.worker import Context, command
@@ -43,7 +43,7 @@ from nearkin_shared.storage.quarantine import Quarantine, join_records
 def start(context: Context) -> Callable[[], None]:
     """Watch the index and the lag, trim topics, collect garbage; return what ends that.
 
-    One maintenance worker of the fleet rebuilds or collects at a time (a lease in Redis).
+    One maintenance worker of the fleet rebuilds or collects at a time (a lease).
     """
     require_service_mode(context.settings.gc)
     manifests = ManifestStore(context.objects)
@@ -51,16 +51,7 @@ def start(context: Context) -> Callable[[], None]:
     def fingerprinter(tenant: str) -> Fingerprinter:
         return Fingerprinter(context.secret, tenant, context.found.fingerprint_bits)
 
-    def rebuild(index: RebuildTarget) -> object:
-        settings = context.settings
-        containers = ContainerStore(context.objects, domain_of(settings.tenant), int(settings.base.cache_bytes))
-        tenants = DomainOwners(fingerprinter, [settings.tenant], manifests)
-        left_out = join_records(
-            PendingDeleteStore(context.objects).read(), Quarantine(context.objects, time.time).read()
-        )
-        return recover_index(containers, manifests, index, tenants, super_features_of, left_out)
-
-    stop_rebuilding = rebuild_in_background(context.index, rebuild).stop
+    stop_rebuilding = _keep_complete(context, fingerprinter)
     stop_looking = LagWatch(context.settings).start()
     stop_trimming = TrimThread(context.settings).start()
 
@@ -78,7 +69,7 @@ def start(context: Context) -> Callable[[], None]:
     keys = BlobKeys()
 
     def forgetting(objects: ObjectStore, check: Callable[[], None]) -> tuple[int, int]:
-        settings, listed = context.current(), ManifestStore(objects, RedisKeyLocks(context.index))
+        settings, listed = context.current(), ManifestStore(objects, FleetKeyLocks(context.index.state))
 
         def note(marks: Sequence[MarkedVersion]) -> None:
             check()
@@ -110,6 +101,23 @@ def start(context: Context) -> Callable[[], None]:
         stop_rebuilding()
 
     return stop
+
+
+def _keep_complete(context: Context, fingerprinter: Callable[[str], Fingerprinter]) -> Callable[[], None]:
+    """Rebuild an index in Redis when that is needed; return the function that ends it."""
+    if not isinstance(context.index, RedisIndex):
+        return lambda: None
+
+    def rebuild(index: RebuildTarget) -> object:
+        settings, manifests = context.settings, ManifestStore(context.objects)
+        containers = ContainerStore(context.objects, domain_of(settings.tenant), int(settings.base.cache_bytes))
+        tenants = DomainOwners(fingerprinter, [settings.tenant], manifests)
+        left_out = join_records(
+            PendingDeleteStore(context.objects).read(), Quarantine(context.objects, time.time).read()
+        )
+        return recover_index(containers, manifests, index, tenants, super_features_of, left_out)
+
+    return rebuild_in_background(context.index, rebuild).stop
 
 
 def tables_folder(store_id: str) -> Path:

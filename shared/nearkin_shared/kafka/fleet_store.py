@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError
+from nearkin_shared.fleet.fleet_index import FleetIndex
+from nearkin_shared.fleet.store_owner import claim_index, read_owner
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.connection import RedisServer
-from nearkin_shared.index.redis.store_owner import claim_index, read_owner
+from nearkin_shared.index.redis.redis_shared_state import RedisSharedState
 from nearkin_shared.kafka.clients import check_durability, create_topics
 from nearkin_shared.objectstore.factory import open_store_of
 from nearkin_shared.objectstore.parity import ParityObjectStore
@@ -18,7 +20,7 @@ from nearkin_shared.storage.descriptor import Descriptor
 from nearkin_shared.storage.pending_deletes import GcGeneration
 
 
-def connect_fleet(settings: Settings) -> tuple[ParityObjectStore, Descriptor, RedisIndex]:
+def connect_fleet(settings: Settings) -> tuple[ParityObjectStore, Descriptor, FleetIndex]:
     """Return the object store, its descriptor and the index of the services.
 
     Raises NotFound: no store, and it may not be created (`storage.create`); ConfigError: the index belongs to another
@@ -27,12 +29,12 @@ def connect_fleet(settings: Settings) -> tuple[ParityObjectStore, Descriptor, Re
     create_topics(settings)
     check_durability(settings)
     prefix = settings.redis.prefix
-    server = RedisServer(settings.redis)
+    state = RedisSharedState(RedisServer(settings.redis), prefix)
     try:
-        objects, found = open_store_of(settings, read_owner(server, prefix))
-        owner = claim_index(server, prefix, found.store_id)
+        objects, found = open_store_of(settings, read_owner(state))
+        owner = claim_index(state, found.store_id)
     finally:
-        server.close()
+        state.close()
     if owner != found.store_id:
         raise ConfigError(
             f'redis.prefix "{prefix}": has the index of store {owner}, the object store is store {found.store_id}; '

@@ -22,8 +22,8 @@ import click
 from nearkin_shared.config.loader import load
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, NearkinError, RetryableError
-from nearkin_shared.index.redis import RedisIndex
-from nearkin_shared.index.redis.gc_status import GcStatusStore
+from nearkin_shared.fleet.fleet_index import FleetIndex
+from nearkin_shared.fleet.gc_status import GcStatusStore
 from nearkin_shared.kafka.commit_backlog import CommitBacklog
 from nearkin_shared.kafka.consumer_loop import Handler, Loop, run_forever
 from nearkin_shared.kafka.fleet_store import connect_fleet
@@ -55,7 +55,7 @@ class Context:
     hot: LiveConfig
     objects: ParityObjectStore
     found: descriptor.Descriptor
-    index: RedisIndex
+    index: FleetIndex
     worker: str
     monitor: Monitor
     authenticator: EnvelopeAuthenticator
@@ -68,7 +68,7 @@ class Context:
 
     def lanes(self) -> TenantContexts:
         """Return new tenant contexts: data in old ones may belong to another worker by now."""
-        rounds, bits = GcStatusStore(self.index).state, self.found.fingerprint_bits
+        rounds, bits = GcStatusStore(self.index.state).state, self.found.fingerprint_bits
         return tenant_contexts(self.settings, self.objects, self.secret, bits, self.index.for_domain, rounds)
 
     def current(self) -> Settings:

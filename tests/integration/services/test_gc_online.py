@@ -12,8 +12,8 @@ import pytest
 
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
+from nearkin_shared.fleet.gc_status import GcStatusStore
 from nearkin_shared.index.redis import RedisIndex
-from nearkin_shared.index.redis.gc_status import GcStatusStore
 from nearkin_shared.objectstore.factory import open_store_of
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.storage.containers import ContainerStore
@@ -156,7 +156,7 @@ def test_gc_forgets_by_policy_and_undeletes(pipeline: Pipeline) -> None:
                 uploader.wait(uploader.put(key, [content]))
     deletions.delete("default", "other/a", 4, undelete_seconds=3600)
     until(lambda: visible_versions(reader, "kept/a") == [3, 4], pipeline.logs)
-    status_store = GcStatusStore(index)
+    status_store = GcStatusStore(index.state)
     before, state = status_store.last(), status_store.state()
     status_store.request_run()
     until(lambda: status_store.last() != before and not status_store.requested_run, pipeline.logs)

@@ -23,9 +23,9 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import HYBRID, GcSettings
 from nearkin_shared.errors import NearkinError
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
+from nearkin_shared.fleet.lease import LEASE_SECONDS, Lease
 from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.index.redis.connection import RedisServer
-from nearkin_shared.index.redis.lease import LEASE_SECONDS, Lease
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.factory import with_parity
 from nearkin_shared.objectstore.local import LocalObjectStore
@@ -65,7 +65,7 @@ class Fleet:
         """Fill the index from the objects."""
         rebuild_index(self.containers(self.objects), self.manifests, self.index, self.tenants(), super_features_of)
         name, lease_key = self.index.epochs.current.name, f"{self.index.prefix}:{{m}}:lease"
-        with Lease(self.index) as lease:
+        with Lease(self.index.state) as lease:
             assert lease.take()
             held = self.index.server.one(("GET", lease_key))
             assert self.index.server.one(RedisServer.call("whole", [self.index.epochs.key, lease_key], name, held))

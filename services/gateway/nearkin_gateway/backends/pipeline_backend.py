@@ -32,9 +32,10 @@ from nearkin_gateway.uploads.resumable_store import Resumable
 from nearkin_gateway.uploads.upload_status import UploadIds, UploadStatuses
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, RetryableError
-from nearkin_shared.index.redis import RedisIndex
-from nearkin_shared.index.redis.gc_status import GcStatusStore
-from nearkin_shared.index.redis.redis_key_locks import RedisKeyLocks
+from nearkin_shared.fleet.fleet_index import FleetIndex
+from nearkin_shared.fleet.fleet_key_locks import FleetKeyLocks
+from nearkin_shared.fleet.gc_status import GcStatusStore
+from nearkin_shared.fleet.shared_state import SharedState
 from nearkin_shared.kafka.fleet_store import connect_fleet
 from nearkin_shared.kafka.live_config import LiveConfig
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator, authenticator_of
@@ -64,7 +65,7 @@ class PipelineIngest(KafkaIngest):
         authenticator: EnvelopeAuthenticator,
         watch: EventConsumer,
         hot: LiveConfig,
-        index: RedisIndex,
+        index: FleetIndex,
         packs: PackStore | None,
         edge: EdgeUploads | None = None,
     ) -> None:
@@ -133,13 +134,13 @@ def pipeline_gateway(settings: Settings, config_file: Path | None, connect_edge:
         tickets=UploadIds(bytes.fromhex(found.secret)),
         catalogue=VersionCatalog(objects, found, settings, PipelineListing(index, found, objects)),
         deletions=Deletions(
-            ManifestStore(objects, RedisKeyLocks(index)),
+            ManifestStore(objects, FleetKeyLocks(index.state)),
             index.mark_many,
             guard=guard_of(settings.retention, time.time),
             heads=VersionHeads(objects),
         ),
         resumable=Resumable(objects, limits.RESUMABLE_MAX, shares_of(settings.gateway)),
-        collecting=FleetGcControl(index),
+        collecting=FleetGcControl(index.state),
         pauses=GcPauseFlag(objects),
         workers=watch,
         pools=pools,
@@ -149,10 +150,10 @@ def pipeline_gateway(settings: Settings, config_file: Path | None, connect_edge:
 
 
 class FleetGcControl:
-    """GC runs of the maintenance services of a fleet, as recorded in Redis."""
+    """GC runs of the maintenance services of a fleet, as recorded in the shared state."""
 
-    def __init__(self, index: RedisIndex) -> None:
-        self._gc_status = GcStatusStore(index)
+    def __init__(self, state: SharedState) -> None:
+        self._gc_status = GcStatusStore(state)
 
     def last_run(self) -> dict[str, object] | None:
         """Return the result of the last run, and the error of a later one; None before the first."""
@@ -169,7 +170,7 @@ class FleetGcControl:
         self._gc_status.request_run()
 
 
-def _connect(settings: Settings) -> tuple[ParityObjectStore, descriptor.Descriptor, RedisIndex]:
+def _connect(settings: Settings) -> tuple[ParityObjectStore, descriptor.Descriptor, FleetIndex]:
     deadline = time.monotonic() + CONNECT_SECONDS_MAX
     while True:
         try:

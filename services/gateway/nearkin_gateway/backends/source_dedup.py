@@ -14,7 +14,7 @@ from nearkin_shared.formats.message_layout import Envelope
 from nearkin_shared.limits import MIB
 
 if TYPE_CHECKING:
-    from nearkin_shared.index.redis import RedisIndex
+    from nearkin_shared.fleet.fleet_index import FleetIndex
     from nearkin_shared.storage.descriptor import Descriptor
 
 BATCH_BYTES = 4 * MIB
@@ -41,5 +41,5 @@ class SourceDedup(Protocol):
         """Return a reducer of a new upload."""
 
 
-ConnectEdge = Callable[[Settings, "Descriptor", "RedisIndex"], SourceDedup]
+ConnectEdge = Callable[[Settings, "Descriptor", "FleetIndex"], SourceDedup]
 """Returns the stages. Raises ConfigError."""

@@ -16,8 +16,8 @@ from itertools import groupby
 
 from nearkin_shared.errors import NotFound, PermanentError, StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter
+from nearkin_shared.fleet.fleet_index import FleetIndex
 from nearkin_shared.index.catalog import CatalogEntry
-from nearkin_shared.index.redis import RedisIndex
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.results import Damage, Ledger, Stats
 from nearkin_shared.stats import OtherObjects, sum_up
@@ -33,7 +33,7 @@ _log = logging.getLogger("nearkin.gateway")
 class PipelineListing:
     """Listings and statistics for a gateway in front of the pipeline."""
 
-    def __init__(self, index: RedisIndex, found: descriptor.Descriptor, objects: ObjectStore) -> None:
+    def __init__(self, index: FleetIndex, found: descriptor.Descriptor, objects: ObjectStore) -> None:
         self._index = index
         self._secret, self._bits = bytes.fromhex(found.secret), found.fingerprint_bits
         self._descriptor_bytes = chunking_record.descriptor_bytes(objects)

@@ -34,20 +34,20 @@ _log = logging.getLogger("nearkin.maintenance")
 class FleetRun:
     """A GC run of a fleet, as the tables record it."""
 
-    epoch: str
-    """Epoch of the index in Redis: the fences of another one may repeat."""
+    scope: str
+    """`FleetIndex.fence_scope`: the fences of another one may repeat."""
     fence: int
     """Number of its lease."""
 
     def row(self, objects: ObjectStore) -> bytes:
         """Return the row that records the run, with what it left in the store."""
         stamps = VersionHeads(objects).stamp() + ClockRecords(objects).stamp()
-        return f"{self.epoch} {self.fence} ".encode() + stamps
+        return f"{self.scope} {self.fence} ".encode() + stamps
 
     @property
     def before(self) -> FleetRun:
         """Return the run before, if no other worker took the lease in between."""
-        return FleetRun(self.epoch, self.fence - 1)
+        return FleetRun(self.scope, self.fence - 1)
 
 
 class GcTables:

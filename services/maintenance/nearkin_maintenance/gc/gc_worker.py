@@ -1,6 +1,6 @@
 """Run GC for a fleet, concurrently with its services.
 
-    due, index complete, lease free -> lease -> GC run, every effect fenced -> result in Redis -> lease released
+    due, index complete, lease free -> lease -> GC run, every effect fenced -> result recorded -> lease released
     gc.mode = hybrid: tables of the fleet's run before here -> by change (online_run.py), else the run marks
 
 Invariant: one maintenance worker of a fleet runs at a time, and stops before another one may begin. An index rebuild
@@ -31,10 +31,10 @@ from nearkin_maintenance.optimize.compact import Rewriter
 from nearkin_shared.config.storage import HYBRID, GcSettings
 from nearkin_shared.crypto.erasure_records import Erasure
 from nearkin_shared.errors import GcPaused, NearkinError, RetryableError
+from nearkin_shared.fleet.fleet_index import FleetIndex
+from nearkin_shared.fleet.gc_status import GcStatusStore
+from nearkin_shared.fleet.lease import LEASE_SECONDS, Lease
 from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary
-from nearkin_shared.index.redis import RedisIndex
-from nearkin_shared.index.redis.gc_status import GcStatusStore
-from nearkin_shared.index.redis.lease import LEASE_SECONDS, Lease
 from nearkin_shared.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.encrypted_store import EncryptedObjectStore
@@ -59,7 +59,7 @@ _log = logging.getLogger("nearkin.maintenance")
 class FencedIndex:
     """An index that refuses changes once the lease is lost."""
 
-    def __init__(self, index: RedisIndex, check: Callable[[], None]) -> None:
+    def __init__(self, index: FleetIndex, check: Callable[[], None]) -> None:
         self._index = index
         self._check = check
 
@@ -122,7 +122,7 @@ class GcWorker:
 
     def __init__(
         self,
-        index: RedisIndex,
+        index: FleetIndex,
         objects: ObjectStore,
         ports: GcWorkerPorts,
         *,
@@ -132,9 +132,9 @@ class GcWorker:
         self._index = index
         self._objects = objects
         self._ports = ports
-        self._lease = Lease(index, lease_seconds)
+        self._lease = Lease(index.state, lease_seconds)
         self._clock = clock
-        self._status = GcStatusStore(index)
+        self._status = GcStatusStore(index.state)
         self._pauses = GcPauseFlag(objects, clock)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nearkin-gc", daemon=True)
@@ -234,7 +234,7 @@ class GcWorker:
         )
 
     def _run_with(self, settings: GcSettings, ledger: ReferenceCounts | None) -> GcReport:
-        run = FleetRun(self._index.epochs.current.name, self._lease.fence)
+        run = FleetRun(self._index.fence_scope, self._lease.fence)
         by_change = ledger is not None and is_current(ledger, run, self._objects)
         objects = FencedObjectStore(self._objects, self._lease.check)
         containers = self._ports.containers(objects)
@@ -285,8 +285,8 @@ class GcWorker:
         skew_seconds = abs(self._lease.skew_seconds())
         if skew_seconds > CLOCK_SKEW_SECONDS_MAX:
             raise RetryableError(
-                f"this machine's clock and Redis' are {skew_seconds:.0f} s apart (at most {CLOCK_SKEW_SECONDS_MAX}): "
-                "set the wrong one; no garbage is collected meanwhile"
+                f"the clocks of this machine and of the lease's server are {skew_seconds:.0f} s apart (at most "
+                f"{CLOCK_SKEW_SECONDS_MAX}): set the wrong one; no garbage is collected meanwhile"
             )
 
     def _is_due(self, settings: GcSettings) -> bool:

@@ -27,6 +27,7 @@ from nearkin_shared.index.redis.key_encoding import CHUNKS, FEATURES, SEGMENTS, 
 from nearkin_shared.index.redis.partition_calls import Numbered, entries_of, find_calls, insert_calls
 from nearkin_shared.index.redis.redis_catalog import MEMBERS_A_PAGE, RedisCatalog
 from nearkin_shared.index.redis.redis_removal import drop_containers, withdraw_entries, withdraw_missing
+from nearkin_shared.index.redis.redis_shared_state import RedisSharedState
 from nearkin_shared.types import U8, U32, U64, Bools, ContainerId, Locations
 
 PARTITIONS = 16
@@ -66,6 +67,19 @@ class RedisIndex(RedisCatalog):
         other = RedisIndex.__new__(RedisIndex)
         other.server, other.prefix, other.epochs, other._domain = self.server, self.prefix, self.epochs, domain
         return other
+
+    @property
+    def state(self) -> RedisSharedState:
+        """Return the state that the fleet shares."""
+        return RedisSharedState(self.server, self.prefix)
+
+    @property
+    def fence_scope(self) -> str:
+        """Return the epoch as last seen.
+
+        A new one begins where Redis lost the number of the last lease.
+        """
+        return self.epochs.current.name
 
     @property
     def needs_rebuild(self) -> bool:

@@ -1,10 +1,10 @@
-"""Lease in Redis.
+"""Lease of a fleet: its holder alone runs GC or rebuilds the index.
 
 Invariant: the holder stops its work before another process can take the lease.
 
     free -> taken, with a growing number -> renewed every third of its life -> released, or expired
 
-The holder measures the lease from before its request: Redis keeps it longer than the holder assumes.
+The holder measures the lease from before its request: the server keeps it longer than the holder assumes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from nearkin_shared.errors import NearkinError, RetryableError
-from nearkin_shared.index.redis.connection import RedisServer
-from nearkin_shared.index.redis.redis_index import RedisIndex
+from nearkin_shared.fleet.shared_state import SharedState
 from nearkin_shared.utils.failpoints import failpoint
 
 LEASE_SECONDS = 30.0
@@ -25,7 +24,7 @@ RENEWALS_A_LEASE = 3
 
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""Clock that continues during suspend, like Redis' clock."""
+"""Clock that continues during suspend, like the server's clock."""
 
 
 def _now() -> float:
@@ -37,12 +36,11 @@ class LeaseLost(RetryableError):
 
 
 class Lease:
-    """GC lease of an index: its holder may run an index rebuild or a GC run."""
+    """GC lease of a fleet: its holder may run an index rebuild or a GC run."""
 
-    def __init__(self, index: RedisIndex, lease_seconds: float = LEASE_SECONDS) -> None:
-        self._index = index
+    def __init__(self, state: SharedState, lease_seconds: float = LEASE_SECONDS) -> None:
+        self._state = state
         self._seconds = lease_seconds
-        self._keys = [f"{index.prefix}:{{m}}:lease", f"{index.prefix}:{{m}}:fence"]
         self._holder: bytes | None = None
         self._expires_at = 0.0
         self._stopping = threading.Event()
@@ -51,13 +49,12 @@ class Lease:
     def take(self) -> bool:
         """Take the lease if it is free; it is renewed until `release`."""
         requested_at = _now()
-        milliseconds = int(self._seconds * 1000)
-        holder = self._index.server.one(RedisServer.call("take", self._keys, secrets.token_hex(8), milliseconds))
+        holder = self._state.take_lease(secrets.token_hex(8), self._seconds)
         if holder is None:
             return False
         self._holder, self._expires_at = holder, requested_at + self._seconds
         self._stopping.clear()
-        self._thread = threading.Thread(target=self._renew, name="nearkin-lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew, args=(holder,), name="nearkin-lease", daemon=True)
         self._thread.start()
         failpoint("lease.taken")
         return True
@@ -71,16 +68,16 @@ class Lease:
     def check(self) -> None:
         """Raise LeaseLost unless the lease is held."""
         if _now() >= self._expires_at:
-            raise LeaseLost("GC lease lost: another worker has it, or Redis does not answer; this GC run ends")
+            raise LeaseLost("GC lease lost: another worker has it, or its server does not answer; this GC run ends")
 
     def skew_seconds(self) -> float:
         """Return the offset of this machine's clock from the lease server's; positive: ahead."""
         requested_at = time.time()
-        seconds, microseconds = map(int, self._index.server.one(RedisServer.call("now", self._keys[:1])))
-        return (requested_at + time.time()) / 2 - (seconds + microseconds / 1e6)
+        served_at = self._state.clock()
+        return (requested_at + time.time()) / 2 - served_at
 
     def give_up(self) -> None:
-        """Stop holding the lease, regardless of its state in Redis."""
+        """Stop holding the lease, whether or not the server has it."""
         self._expires_at = 0.0
 
     def release(self) -> None:
@@ -91,7 +88,7 @@ class Lease:
         self._expires_at = 0.0
         if self._holder is not None:
             with suppress(NearkinError):  # the lease expires by itself
-                self._index.server.one(RedisServer.call("release", self._keys[:1], self._holder))
+                self._state.release_lease(self._holder)
             self._holder = None
             failpoint("lease.released")
 
@@ -103,12 +100,11 @@ class Lease:
     ) -> None:
         self.release()
 
-    def _renew(self) -> None:
+    def _renew(self, holder: bytes) -> None:
         while not self._stopping.wait(self._seconds / RENEWALS_A_LEASE):
             requested_at = _now()
             with suppress(NearkinError):  # without a renewal it expires
-                renew = RedisServer.call("renew", self._keys[:1], self._holder, int(self._seconds * 1000))
-                if not self._index.server.one(renew):
+                if not self._state.renew_lease(holder, self._seconds):
                     self._expires_at = 0.0
                     return
                 if self._expires_at:

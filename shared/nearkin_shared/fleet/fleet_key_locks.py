@@ -1,10 +1,10 @@
 """Key locks and refused conditional puts of a fleet.
 
-    {prefix}:{m}:lock:DIGEST   the holder's token; expires after LOCK_SECONDS should the holder die
-    {prefix}:{m}:refused:BLOB  why a conditional put was refused; expires after REFUSED_SECONDS
+    lock:DIGEST   the holder's token; expires after LOCK_SECONDS should the holder die
+    refused:BLOB  why a conditional put was refused; expires after REFUSED_SECONDS
 
-Invariant: a lock that expires, or is lost with Redis, lets at most a deletion and a conditional put of one key overlap;
-two puts are ordered by the exclusive create of a version number, whatever Redis does.
+Invariant: a lock that expires, or is lost with its server, lets at most a deletion and a conditional put of one key
+overlap; two puts are ordered by the exclusive create of a version number, whatever the server does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from nearkin_shared.errors import StoreUnavailable
-from nearkin_shared.index.redis.connection import RedisServer
-from nearkin_shared.index.redis.redis_index import RedisIndex
+from nearkin_shared.fleet.shared_state import SharedState
 from nearkin_shared.storage.key_locks import WAIT_SECONDS
 from nearkin_shared.storage.manifests import key_digest
 
@@ -27,15 +26,14 @@ REFUSED_SECONDS = 8 * 24 * 3600
 REASON_CHARACTERS_MAX = 500
 
 
-class RedisKeyLocks:
+class FleetKeyLocks:
     """Locks shared by gateways, committers and maintenance workers.
 
     Raises: StoreUnavailable, in all calls.
     """
 
-    def __init__(self, index: RedisIndex) -> None:
-        self._server = index.server
-        self._prefix = f"{index.prefix}:{{m}}"
+    def __init__(self, state: SharedState) -> None:
+        self._state = state
 
     def after_fork(self) -> None:
         """Do nothing: a lock belongs to its token, not to a process."""
@@ -50,11 +48,9 @@ class RedisKeyLocks:
 
         Raises: StoreUnavailable, if another process keeps it.
         """
-        name, token = f"{self._prefix}:lock:{key_digest(tenant, key)}", secrets.token_bytes(16)
+        name, token = f"lock:{key_digest(tenant, key)}", secrets.token_bytes(16)
         deadline, pause_seconds = time.monotonic() + WAIT_SECONDS, POLL_SECONDS
-        while not self._server.one(("SET", name, token, "NX", "EX", LOCK_SECONDS)):
-            if self._server.one(("GET", name)) == token:
-                break  # the reply to an earlier try was lost
+        while self._state.put_absent(name, token, LOCK_SECONDS) != token:  # its own: an earlier reply may be lost
             if time.monotonic() > deadline:
                 raise StoreUnavailable(
                     f"key {key!r}: another change of it takes longer than {WAIT_SECONDS:.0f} s; try again"
@@ -64,14 +60,13 @@ class RedisKeyLocks:
         try:
             yield
         finally:
-            self._server.one(RedisServer.call("release", [name], token))
+            self._state.remove(name, token)
 
     def refusal(self, blob: bytes) -> str | None:
         """Return why a conditional put with this blob id was refused, or None."""
-        found = self._server.one(("GET", f"{self._prefix}:refused:{blob.hex()}"))
-        return None if found is None else bytes(found).decode(errors="replace")
+        found = self._state.get(f"refused:{blob.hex()}")
+        return None if found is None else found.decode(errors="replace")
 
     def note_refusal(self, blob: bytes, reason: str) -> None:
         """Record the refusal of a conditional put: if read again, it must not be committed."""
-        name = f"{self._prefix}:refused:{blob.hex()}"
-        self._server.one(("SET", name, reason[:REASON_CHARACTERS_MAX].encode(), "EX", REFUSED_SECONDS))
+        self._state.put(f"refused:{blob.hex()}", reason[:REASON_CHARACTERS_MAX].encode(), REFUSED_SECONDS)

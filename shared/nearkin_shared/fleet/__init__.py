@@ -1,0 +1,1 @@
+"""Shared state of a fleet: lease, key locks, GC status and the owner of the index."""
