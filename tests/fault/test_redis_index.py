@@ -20,8 +20,10 @@ from nearkin_shared.errors import ConfigError, Corrupt, FormatTooNew, RetryableE
 from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.redis import RedisIndex, redis_index
 from nearkin_shared.index.redis.connection import RETRIES
+from nearkin_shared.index.redis.memory_bound import READ_SECONDS, MemoryBound
 from nearkin_shared.index.redis.redis_index import PARTITIONS
 from nearkin_shared.index.redis.scripts import BUCKET_ENTRIES_MAX
+from nearkin_shared.observability import metrics
 from nearkin_shared.types import ContainerId
 from tests.support.conformance.index_contract import (
     FIRST,
@@ -334,6 +336,62 @@ def test_full_server_refuses_entries_and_answers(connect: Connect, raw: redis.Re
     index.commit(manifest("k", 1, [(FIRST, 0)]), 100)
     assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), (SECOND, 1)]
     assert index.versions_of("default", "k") == [1]
+
+
+def test_full_index_publishes_containers_without_entries(connect: Connect) -> None:
+    """Beyond `redis.bytes_max` containers and versions are recorded, and their chunks and segments are not found."""
+    before = metrics.UNPUBLISHED_CHUNKS._value.get()
+    index, entries = connect(bytes_max=1), first_claims()
+    index.publish(entries)
+    assert not any(rows(index.locate_chunks(chunk_names("a", "bb"))))
+    assert not index.locate_segments(entries.segment_ids)[1].any()
+    assert metrics.UNPUBLISHED_CHUNKS._value.get() - before == len(entries.findable)
+    index.commit(manifest("k", 1, [(FIRST, 0)]), 100)
+    assert index.container_ids().tolist() == [FIRST]
+    assert index.versions_of("default", "k") == [1]
+
+
+def nearly_fill(index: RedisIndex, raw: redis.Redis) -> int:
+    """Publish a first container and return the memory in use; 16 MiB of it belong to another key."""
+    index.publish(first_claims())
+    raw.set("other", bytes(16 << 20))
+    return int(raw.info("memory")["used_memory"])
+
+
+def test_index_near_its_bound_leaves_out_super_features(connect: Connect, raw: redis.Redis) -> None:
+    """From 90 % of the bound on super-features are left out; chunks are still found."""
+    roomy = connect()
+    index = connect(bytes_max=nearly_fill(roomy, raw) * 20 // 19)
+    index.publish(second_claims())
+    assert rows(index.locate_chunks(chunk_names("dddd"))) == [(SECOND, 1)]
+    assert rows(of_rank(index, SKETCH, 0, np.array([82], np.uint64))) == [None]
+    roomy.publish(second_claims())
+    assert rows(of_rank(index, SKETCH, 0, np.array([82], np.uint64))) == [(SECOND, 2)]
+
+
+def test_index_without_bound_leaves_room_below_maxmemory(connect: Connect, raw: redis.Redis) -> None:
+    """Without `redis.bytes_max` the last 5 % of `maxmemory` take containers and versions only."""
+    raw.config_set("maxmemory", nearly_fill(connect(), raw) * 51 // 50)
+    index = connect()
+    index.publish(second_claims())
+    index.commit(manifest("k", 1, [(SECOND, 0)]), 100)
+    assert rows(index.locate_chunks(chunk_names("a", "dddd"))) == [(FIRST, 0), None]
+    assert index.container_ids().tolist() == [FIRST, SECOND]
+    assert index.versions_of("default", "k") == [1]
+
+
+def test_memory_added_lets_entries_in_again(connect: Connect, raw: redis.Redis) -> None:
+    """Once there is room again, containers get their entries."""
+    now = [0.0]
+    raw.config_set("maxmemory", nearly_fill(connect(), raw) * 51 // 50)
+    index = connect()
+    index._memory = MemoryBound(index.server, 0, clock=lambda: now[0])
+    index.publish(second_claims())
+    assert rows(index.locate_chunks(chunk_names("dddd"))) == [None]
+    raw.config_set("maxmemory", 0)
+    now[0] += READ_SECONDS
+    index.publish(second_claims())
+    assert rows(index.locate_chunks(chunk_names("dddd"))) == [(SECOND, 1)]
 
 
 def test_password_is_required_and_never_shown(tmp_path: Path) -> None:

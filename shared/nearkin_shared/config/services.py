@@ -57,6 +57,9 @@ class RedisSettings:
     """Private key of `cert_file`."""
     prefix: Annotated[str, Text(64)] = "nearkin"
     """Prefix of all keys: two stores may share a server."""
+    bytes_max: Annotated[int, SizeRange(0, 64 * 1024 * GIB)] = 0
+    """Memory of all primaries beyond which new chunks get no index entry: copies of them are stored again, and the
+    pipeline goes on. 0: 95 % of `maxmemory`."""
 
     def __post_init__(self) -> None:
         """Refuse an unknown URL scheme, TLS files without TLS, and an invalid prefix.

@@ -51,6 +51,10 @@ INDEX_WHOLE = Gauge(
 REDIS_BYTES = Gauge("nearkin_redis_bytes", "Memory that Redis uses, all primaries together.")
 REDIS_FULLNESS = Gauge("nearkin_redis_memory_ratio", "Memory used of maxmemory by the fullest primary.")
 REDIS_EVICTS = Gauge("nearkin_redis_evictions_enabled", "1 where a primary's maxmemory-policy is not noeviction.")
+UNPUBLISHED_CHUNKS = Counter(
+    "nearkin_index_unpublished_chunks",
+    "Chunks stored without an index entry, as Redis is full: copies are stored again.",
+)
 REBUILDS = Counter("nearkin_index_rebuilds", "Rebuilds of the index.", ["outcome"])
 LAG = Gauge("nearkin_lag_records", "Records that a group has not committed yet.", ["group", "topic", "partition"])
 OLD_LAG = Gauge("nearkin_lag_old_records", "Of these, those older than half of kafka.retention_hours.", ["group"])

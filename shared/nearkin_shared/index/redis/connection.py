@@ -31,6 +31,7 @@ from nearkin_shared.crypto.tls_files import check_certificates, check_key
 from nearkin_shared.errors import ConfigError, Corrupt, NearkinError, StoreUnavailable
 from nearkin_shared.index.redis.scripts import DAMAGED, SOURCES
 from nearkin_shared.observability import metrics
+from nearkin_shared.utils.frozen import frozen
 
 Command = tuple[Any, ...]
 """Command as redis-py takes it; `RedisServer.call` makes that of a script."""
@@ -77,6 +78,20 @@ _TRANSLATIONS: list[tuple[tuple[type[Exception], ...], tuple[str, ...], type[Nea
     ((ValueError,), (), ConfigError, "check redis.url"),
 ]
 """The first match applies; other errors mean a server that is unreachable, restarting, failing over or too slow."""
+
+
+@frozen
+class NodeMemory:
+    """Memory of a primary; `bytes_max` 0: without a bound."""
+
+    used_bytes: int
+    bytes_max: int
+    policy: str
+
+    @property
+    def evicts(self) -> bool:
+        """Return whether the server may evict keys."""
+        return self.policy != "noeviction"
 
 
 class RedisServer:
@@ -130,18 +145,26 @@ class RedisServer:
     def _check_policy(self) -> None:
         """Refuse a server that may evict: missing entries would cost dedup at random."""
         for node in self._memory():
-            policy = node["maxmemory_policy"]
-            if policy != "noeviction":
+            if node.evicts:
                 raise ConfigError(
-                    f'{self.name}: maxmemory-policy "{policy}" evicts entries: '
+                    f'{self.name}: maxmemory-policy "{node.policy}" evicts entries: '
                     "run CONFIG SET maxmemory-policy noeviction, and set it in redis.conf"
                 )
 
-    def _memory(self) -> Sequence[dict[str, Any]]:
-        """Return the memory section of INFO of each primary."""
+    def _memory(self) -> list[NodeMemory]:
         nodes = {"target_nodes": RedisCluster.PRIMARIES} if self.clustered else {}
         found = self._client.info("memory", **nodes)
-        return [found] if "maxmemory_policy" in found else list(found.values())
+        sections = [found] if "maxmemory_policy" in found else list(found.values())
+        return [
+            NodeMemory(int(node["used_memory"]), int(node["maxmemory"]), node["maxmemory_policy"]) for node in sections
+        ]
+
+    def memory(self) -> list[NodeMemory]:
+        """Return the memory of each primary. Raises StoreUnavailable."""
+        try:
+            return self._memory()
+        except (RedisError, OSError) as err:
+            raise self._translate(err) from err
 
     def check_memory(self) -> None:
         """Refuse a server that may evict or is full now; both are metrics too.
@@ -157,20 +180,15 @@ class RedisServer:
 
         Raises: StoreUnavailable.
         """
-        try:
-            nodes = self._memory()
-        except (RedisError, OSError) as err:
-            raise self._translate(err) from err
-        evicting = [node for node in nodes if node["maxmemory_policy"] != "noeviction"]
-        fullness = max(
-            (int(node["used_memory"]) / int(node["maxmemory"]) for node in nodes if node["maxmemory"]), default=0
-        )
-        metrics.REDIS_BYTES.set(sum(int(node["used_memory"]) for node in nodes))
+        nodes = self.memory()
+        evicting = [node for node in nodes if node.evicts]
+        fullness = max((node.used_bytes / node.bytes_max for node in nodes if node.bytes_max), default=0.0)
+        metrics.REDIS_BYTES.set(sum(node.used_bytes for node in nodes))
         metrics.REDIS_FULLNESS.set(fullness)
         metrics.REDIS_EVICTS.set(bool(evicting))
         if evicting:
             return (
-                f'{self.name}: maxmemory-policy "{evicting[0]["maxmemory_policy"]}" evicts entries since it was '
+                f'{self.name}: maxmemory-policy "{evicting[0].policy}" evicts entries since it was '
                 "changed: run CONFIG SET maxmemory-policy noeviction"
             )
         if fullness >= 1:
@@ -179,10 +197,7 @@ class RedisServer:
 
     def memory_bytes(self) -> int:
         """Return the bytes in use on all primaries. Raises StoreUnavailable."""
-        try:
-            return sum(int(node["used_memory"]) for node in self._memory())
-        except (RedisError, OSError) as err:
-            raise self._translate(err) from err
+        return sum(node.used_bytes for node in self.memory())
 
     @staticmethod
     def call(script: str, keys: Sequence[str], *arguments: Any) -> Command:

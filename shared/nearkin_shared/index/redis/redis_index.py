@@ -24,6 +24,7 @@ from nearkin_shared.index.redis import catalog_encoding, key_encoding
 from nearkin_shared.index.redis.connection import RETRIES, TIMEOUT_SECONDS, Command, RedisServer
 from nearkin_shared.index.redis.epoch import Epoch, EpochReplaced, Epochs, NumberedContainers
 from nearkin_shared.index.redis.key_encoding import CHUNKS, FEATURES, SEGMENTS, Keys, Table
+from nearkin_shared.index.redis.memory_bound import MemoryBound
 from nearkin_shared.index.redis.partition_calls import Numbered, entries_of, find_calls, insert_calls
 from nearkin_shared.index.redis.redis_catalog import MEMBERS_A_PAGE, RedisCatalog
 from nearkin_shared.index.redis.redis_removal import drop_containers, withdraw_entries, withdraw_missing
@@ -57,6 +58,7 @@ class RedisIndex(RedisCatalog):
         self.prefix: str = settings.prefix
         self._domain = domain
         self.epochs: Epochs = Epochs(self.server, settings.prefix, PARTITIONS, generation)
+        self._memory: MemoryBound = MemoryBound(self.server, settings.bytes_max)
         self.server.begin_use()
 
     def for_domain(self, domain: bytes) -> RedisIndex:
@@ -66,6 +68,7 @@ class RedisIndex(RedisCatalog):
         """
         other = RedisIndex.__new__(RedisIndex)
         other.server, other.prefix, other.epochs, other._domain = self.server, self.prefix, self.epochs, domain
+        other._memory = self._memory
         return other
 
     @property
@@ -165,8 +168,11 @@ class RedisIndex(RedisCatalog):
         self.publish_many([claims])
 
     def publish_many(self, many: Sequence[ContainerEntries]) -> None:
-        """Add durable containers' entries in three round trips; the first entry of a key stays."""
-        self._in_epoch(partial(self._publish, many=many))
+        """Add durable containers' entries in three round trips; the first entry of a key stays.
+
+        Near the bound of memory it leaves entries out (`memory_bound`): their chunks are then not found.
+        """
+        self._in_epoch(partial(self._publish, many=[self._memory.fit(claims) for claims in many]))
 
     def _publish(self, epoch: Epoch, many: Sequence[ContainerEntries]) -> None:
         spans = [
