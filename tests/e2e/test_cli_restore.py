@@ -180,6 +180,40 @@ def test_restore_reports_entries_that_cannot_be_written(store: Path, tmp_path: P
     assert (tmp_path / "etc" / "fstab").exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+@pytest.mark.parametrize("refused", ["", "big", "unreadable", "closed"])
+def test_restore_reports_a_refused_folder_once(tmp_path: Path, refused: str) -> None:
+    """As a user who may not write a folder: one line with the entries below it, in all of them by JSON."""
+    home, target = tmp_path / "home", tmp_path / "target"
+    for name in ("big/deep", "unreadable", "closed", "sound"):
+        (home / name).mkdir(parents=True)
+        for number in range(3):
+            (home / name / f"{number}").touch()
+    with open_store(tmp_path / "store", create=True) as opened:
+        opened.backup("home", [home])
+    (target / refused).mkdir(parents=True)
+    (target / refused).chmod({"unreadable": 0o711, "closed": 0}.get(refused, 0o755))
+    os.chown(target / refused, 12345, 12345)
+    rights = "-dac_override,-dac_read_search,-fowner,-chown"
+    words = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}", sys.executable, "-m", "nearkin.cli"]
+    words += ["--store", str(tmp_path / "store"), "restore", "home", "-o", str(target)]
+    done, as_json = (
+        subprocess.run([*words, more], env=environment(), capture_output=True, check=False) for more in ("-q", "--json")
+    )
+    below, failed, line = {
+        "": (17, 17, "/: cannot be written: permission denied; 17 entries below it not restored"),
+        "big": (4, 4, "big: cannot be written: permission denied; 4 entries below it not restored"),
+        "unreadable": (3, 4, "unreadable: cannot be opened: permission denied; 3 entries below it not restored"),
+        "closed": (3, 4, "closed: operation not permitted; 3 entries below it not restored"),
+    }[refused]
+    lines = [text for text in done.stderr.decode().splitlines() if " not set on " not in text]
+    assert (done.returncode, lines) == (3, [f"nearkin: {line}"])
+    answer = json.loads(as_json.stdout)
+    assert (as_json.returncode, answer["failed"]) == (3, failed)
+    assert [one["entries_below"] for one in answer["problems"]] == [below]
+    assert (target / "sound" / "2").exists() == (refused != "")
+
+
 @pytest.mark.parametrize("flags", [(), ("--delete",), ("--overwrite", "never")])
 def test_dry_run_counts_entries_that_are_refused(
     flags: tuple[str, ...], store: Path, tmp_path: Path, call: InProcess

@@ -18,7 +18,7 @@ from nearkin_shared.errors import BadInput
 if TYPE_CHECKING:
     from nearkin.cli.tree_location import ResolvedLocation
     from nearkin.trees.exclusions import PathPatterns
-    from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
+    from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions, RestoreProblem
     from nearkin.trees.restore_plan import PlannedRestore
     from nearkin.trees.target_deletion import DeletionCounts
     from nearkin.trees.unmatched_patterns import PatternSource
@@ -285,7 +285,7 @@ def _report(
     """Print the result of a restore; return the exit code."""
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import print_json, print_line, report, warn
-    from nearkin.cli.tree_output import path_lines, patterns_json, problems_json
+    from nearkin.cli.tree_output import patterns_json, problems_json
     from nearkin_shared.savings_table import human_bytes, plural
     from nearkin_shared.utils.terminal import printable
 
@@ -305,7 +305,7 @@ def _report(
                 "failed": counts.failed,
                 "damaged": counts.damaged,
                 "unset": dict(sorted(counts.unset.items())),
-                "problems": problems_json(failures),
+                "problems": _failures_json(failures),
                 "unset_entries": problems_json([problem for problem in counts.problems if problem.is_attribute]),
                 "unmatched_patterns": patterns_json(unmatched),
                 "seconds": seconds,
@@ -313,7 +313,7 @@ def _report(
         )
         return code
     _print_unmatched(unmatched)
-    for line in path_lines("", failures, max(counts.failed, len(failures))):
+    for line in _failure_lines(failures, counts.failed):
         warn(line)
     for line in (*_unset_lines(counts), *_kept_lines(counts.deletion, verbose=verbose)):
         warn(line)
@@ -328,6 +328,31 @@ def _report(
         f"{kept}{deleted}"
     )
     return code
+
+
+def _failures_json(failures: Sequence[RestoreProblem]) -> list[dict[str, object]]:
+    """Convert problems to JSON; those of folders have the number of entries below them."""
+    from nearkin.cli.tree_output import problems_json
+
+    return [
+        {**shown, "entries_below": one.below} if one.below else dict(shown)
+        for shown, one in zip(problems_json(failures), failures, strict=False)
+    ]
+
+
+def _failure_lines(failures: Sequence[RestoreProblem], failed: int) -> Iterator[str]:
+    """Yield a line for each entry that is not restored, one for a folder with those below it."""
+    from nearkin.cli.tree_output import PROBLEMS_SHOWN_MAX, path_lines
+    from nearkin_shared.savings_table import plural
+
+    shown = [
+        one._replace(reason=f"{one.reason}; {plural(one.below, 'entry', 'entries')} below it not restored")
+        if one.below
+        else one
+        for one in failures[:PROBLEMS_SHOWN_MAX]
+    ]
+    unlisted = failed - sum(one.entries for one in shown)
+    yield from path_lines("", shown, len(shown) + max(unlisted, 0))
 
 
 def _unset_lines(counts: RestoreCounts) -> Iterator[str]:

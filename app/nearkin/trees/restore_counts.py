@@ -48,6 +48,15 @@ class RestoreProblem(NamedTuple):
     reason: str
     is_attribute: bool = False
     """Whether the entry is restored, without one of its attributes; `RestoreCounts.unset` counts these."""
+    below: int = 0
+    """Of a folder: the entries below it that are not restored for the same reason."""
+    is_restored: bool = False
+    """Whether the entry itself is restored, so that `failed` counts only those below it."""
+
+    @property
+    def entries(self) -> int:
+        """Failed entries that this problem reports."""
+        return self.below + (not self.is_restored)
 
 
 @dataclass(slots=True)
@@ -66,6 +75,8 @@ class RestoreCounts:
     """Entries that are missing or incomplete."""
     damaged: int = 0
     """Those of them whose stored content is damaged."""
+    refused_folders: dict[bytes, int] = field(default_factory=dict)
+    """Folders of the tree that cannot be opened or written: the position of each in `problems`."""
     unset: Counter[str] = field(default_factory=Counter)
     """Attributes that this user or file system could not set, by kind: owner, mode, time, and names of attributes."""
 
@@ -78,6 +89,25 @@ class RestoreCounts:
         """Count an entry that is missing or incomplete."""
         self.failed += 1
         self.note(path, reason)
+
+    def fail_below(self, folder: bytes, reason: str, path: bytes) -> None:
+        """Count an entry that a folder of the target refuses; one problem reports all of them."""
+        self.failed += 1
+        position = self.refused_folders.get(folder)
+        if position is None:
+            if len(self.problems) >= PROBLEMS_MAX:
+                return
+            position = self.refused_folders[folder] = len(self.problems)
+            self.problems.append(RestoreProblem(folder or b"/", reason, is_restored=True))
+        problem = self.problems[position]
+        changed = {"is_restored": False} if path == folder else {"below": problem.below + 1}
+        self.problems[position] = problem._replace(**changed)
+
+    def fail_folder(self, path: bytes, reason: str) -> None:
+        """Count a folder that is not restored; entries below it join its problem."""
+        if len(self.problems) < PROBLEMS_MAX:
+            self.refused_folders.setdefault(path, len(self.problems))
+        self.fail(path, reason)
 
     def note(self, path: bytes, reason: str, *, is_attribute: bool = False) -> None:
         """Keep a problem with its path."""

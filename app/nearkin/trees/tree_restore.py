@@ -24,6 +24,7 @@ from nearkin.trees.content_stream import ContentStream
 from nearkin.trees.entry_attributes import AttributeWriter, make_enterable, xattrs_of
 from nearkin.trees.entry_marks import EntryMarks
 from nearkin.trees.free_names import give_free_name
+from nearkin.trees.refused_folders import FolderRefusal, open_below, refusal_of
 from nearkin.trees.restore_counts import (
     HAS_FILE,
     HAS_FOLDER,
@@ -189,7 +190,7 @@ class TreeRestore:
         except OSError as err:
             if err.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise NoRoom(f'"{self._target}": the device is full', self._target) from err
-            self._fail(entry, err)
+            self._fail(entry, refusal_of(err, folder, self._relative(entry.folder)))
         except OverflowError as err:  # a size or device number that no call of the kernel takes
             self._fail(entry, err)
         except Corrupt as err:  # of this file: others may be sound
@@ -234,20 +235,14 @@ class TreeRestore:
         descriptor, position = os.dup(self._root), 0
         for part in path.split(b"/") if path else ():
             try:
-                try:
-                    below = os.open(part, _FOLDER_FLAGS, dir_fd=descriptor)
-                except FileNotFoundError:
-                    if not create:
-                        raise
-                    os.mkdir(part, 0o700, dir_fd=descriptor)
-                    below = os.open(part, _FOLDER_FLAGS, dir_fd=descriptor)
+                below = open_below(part, descriptor, path[:position].rstrip(b"/"), create=create)
             finally:
                 os.close(descriptor)
             descriptor = below
             position += len(part) + 1
             if self._is_store(descriptor, path[: position - 1]):
                 os.close(descriptor)
-                raise OSError(0, IS_STORE)
+                raise FolderRefusal(0, IS_STORE, path[: position - 1])
         return descriptor
 
     def _is_store(self, descriptor: int, path: bytes) -> bool:
@@ -567,7 +562,13 @@ class TreeRestore:
         self.counts.others += 1
 
     def _fail(self, entry: TreeEntry, err: Exception) -> None:
-        self.counts.fail(entry.path, reason_of(err))
+        if isinstance(err, FolderRefusal):
+            folder = b"/".join(filter(None, (self._base, err.folder)))
+            self.counts.fail_below(folder, reason_of(err), entry.path)
+        elif entry.kind == EntryKind.FOLDER:
+            self.counts.fail_folder(entry.path, reason_of(err))
+        else:
+            self.counts.fail(entry.path, reason_of(err))
 
 
 def check_delete(reader: TreeReader, single: PlacedEntry | None, options: RestoreOptions) -> Collection[bytes]:
