@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from nearkin_delta import DeltaOutcome, DeltaStage, FinishedContainer, StageResources
+from nearkin_delta.base_search import AsksBases
 from nearkin_delta.blob_packs import BlobPacks
 from nearkin_delta.tenant_activity import TenantActivity
 from nearkin_shared.config.settings import Settings
@@ -171,6 +172,7 @@ class DeltaHandler:
         self._reader = PayloadReader(objects)
         self._packs = BlobPacks(PackRemover(objects))
         self._deletes_packs = True
+        self._asks_bases: AsksBases = "again"
 
     def on_assigned(self, partition: int, metadata: str) -> None:  # noqa: D102
         self._offsets[partition] = PartitionOffsets()
@@ -232,8 +234,12 @@ class DeltaHandler:
         self._packs.forget(partition)
 
     def on_source(self, service: str) -> None:
-        """Leave the packs to a chunker of the same worker, which sends their bytes."""
+        """Leave the packs to a chunker of the same worker, which sends their bytes.
+
+        Stages of one worker are neighbours: its resemblance stage looks up no candidates.
+        """
         self._deletes_packs = service != "chunker"
+        self._asks_bases = "late"
 
     def on_source_dropped(self) -> None:
         """Note that another worker may send some messages of the open blobs."""
@@ -410,7 +416,8 @@ class DeltaHandler:
                 self._open.clear()
             lane = self._lanes[tenant]
             domain = lane.fingerprinter.domain
-            stage = DeltaStage(settings, domain, 0, asks_bases="again", resources=StageResources(cache=lane.in_flight))
+            resources = StageResources(cache=lane.in_flight)
+            stage = DeltaStage(settings, domain, 0, asks_bases=self._asks_bases, resources=resources)
             container_state = self._open[tenant] = _Open(lane, settings, stage)
         return container_state
 

@@ -27,11 +27,13 @@ from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.blob_table import BatchedBlob
 from nearkin_shared.formats.message import BatchEnd, End, Envelope, Paired, Placed, Segments, decode, encode
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
+from nearkin_shared.index.pending import PendingIndex
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.relay_handler import StatelessStageHandler
 from nearkin_shared.kafka.tenant_context import TenantContexts
 from nearkin_shared.objectstore.obstore_adapter import memory_objects
 from nearkin_shared.pipeline.stage import LookupResults
+from nearkin_shared.types import U8, U64, Bools, Locations
 from tests.support.fakes.stage_fleet import KafkaFake, indexed_tenants
 
 SETTINGS = Settings()
@@ -77,18 +79,20 @@ class World:
     def dead(self) -> list[Mapping[str, bytes | None]]:
         return [letter for outbox in self.outboxes for letter in outbox.dead]
 
-    def paired(self, content: bytes = CONTENT, tenant: str = "t") -> list[bytes]:
+    def paired(
+        self, content: bytes = CONTENT, tenant: str = "t", blob: bytes = b"b" * 16, *, looks_up: bool = True
+    ) -> list[bytes]:
         """Return the messages that the earlier stages make of a content."""
         stage = ChunkerStage(SETTINGS, Fingerprinter(b"s" * 32, tenant))
         payload = np.frombuffer(content, np.uint8)
         batch = stage.decide(FrameRuns(payload, (BlobRun(0, 0, len(payload), True),)), LookupResults()).segments
         values, position, sequence = [], 0, 0
         for part in split_segments(batch, 3):
-            values.append(encode(Segments(Envelope(b"b" * 16, tenant, "key", position, sequence), part)))
+            values.append(encode(Segments(Envelope(blob, tenant, "key", position, sequence), part)))
             position, sequence = position + part.logical_bytes, sequence + part.segments
         for work in (
             dedup_work(SETTINGS, self.lanes),
-            resemblance_work(self.lanes, lambda: SETTINGS, memory_objects()),
+            resemblance_work(self.lanes, lambda: SETTINGS, memory_objects(), looks_up=looks_up),
         ):
             outbox = Memory([])
             relay = StatelessStageHandler(SETTINGS, "dedup", "fresh", work, outbox)
@@ -156,6 +160,31 @@ def test_chunk_with_another_fingerprint_is_a_dead_letter(world: World) -> None:
     assert len(world.dead) == 1
     output = [decode(value, "output") for outbox in world.outboxes for value in outbox.values]
     assert not any(isinstance(one, Placed) for one in output)
+
+
+@pytest.mark.parametrize(("source", "is_looked_up"), [(None, True), ("chunker", False), ("resemblance", False)])
+def test_chunk_with_neighbour_base_asks_no_features(
+    world: World, monkeypatch: pytest.MonkeyPatch, source: str | None, is_looked_up: bool
+) -> None:
+    """Behind stages of the same worker, super-features are looked up for chunks without a locality base alone."""
+    if source is not None:
+        world.handler.on_source(source)
+    world.handler.handle(records(world.paired()))
+    world.handler.drain(0)
+    looked_up: list[int] = []
+    locate = PendingIndex.locate_bases
+
+    def count(self: PendingIndex, sketch: str, super_features: U64) -> tuple[Locations, U8, Bools]:
+        looked_up.append(int(np.count_nonzero(super_features.any(axis=1))))
+        return locate(self, sketch, super_features)
+
+    monkeypatch.setattr(PendingIndex, "locate_bases", count)
+    edited = bytearray(CONTENT)
+    edited[400_000:400_004] = b"edit"
+    world.handler.handle(records(world.paired(bytes(edited), blob=b"c" * 16, looks_up=source is None)))
+    world.handler.drain(0)
+    assert any(looked_up) == is_looked_up
+    assert world.dead == []
 
 
 def test_container_id_of_other_bytes_starts_over(world: World) -> None:
