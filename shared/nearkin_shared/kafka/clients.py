@@ -286,6 +286,7 @@ def consumer(settings: Settings, group_id: str, client_id: str, **extra: Any) ->
         # Bounds of what waits in this process: the broker's default of 64 MiB a topic is for larger machines.
         "queued.max.messages.kbytes": 32 * 1024,
         "fetch.max.bytes": 16 * 1024 * 1024,
+        # A partition that is read again after a pause waits for the end of the open request.
         "fetch.wait.max.ms": 100,
         "topic.metadata.refresh.interval.ms": 30_000,
         "allow.auto.create.topics": False,

@@ -52,6 +52,9 @@ PREFETCH = {
 }
 """Bounds of the client's queue, which is one for all partitions: by default 32 MiB of a flood would be before all else.
 The answers to fetches have equal shares of all partitions. With the default backoff each full queue cost a second."""
+SELDOM_FILLED = {"fetch.wait.max.ms": 1000}
+"""For a topic that is mostly empty. The broker answers at once when a record arrives, and an empty answer costs it 1 ms
+of CPU."""
 GATHER_SECONDS = 1.0
 """How long a batch may grow while messages stream: one at a time costs a stage three times what one of sixteen does.
 No caller waits for it: a caller that waits has sent an end, which ends the batch."""
@@ -145,11 +148,13 @@ class Loop:
         handler: Handler,
         beat: Callable[[], None] = lambda: None,
         is_held_back: Callable[[], bool] = lambda: False,
+        *,
+        is_fed_in_memory: bool = False,
     ) -> None:
         """`worker` is a static member id of the group, kept over restarts (KIP-345).
 
         `beat` is called after each step, idle ones included. `is_held_back`: a later stage is far behind, so partitions
-        with many records wait.
+        with many records wait. `is_fed_in_memory`: the stage before is in this process, so the topic is mostly empty.
         """
         self._settings = settings
         self._topic = topic(settings, name)
@@ -176,7 +181,12 @@ class Loop:
         self._step_messages = BATCH_MESSAGES
         self._idle_seconds = 0.0
         self._consumer: Consumer = consumer(
-            settings, group(settings, service), worker, **{"group.instance.id": self._name}, **PREFETCH
+            settings,
+            group(settings, service),
+            worker,
+            **{"group.instance.id": self._name},
+            **PREFETCH,
+            **(SELDOM_FILLED if is_fed_in_memory else {}),
         )
         self._second_round = RebalanceTrigger(settings, group(settings, service))
 

@@ -44,8 +44,11 @@ class PipelineStage:
     """Its topic has another key than the topic of the stage before, so its messages always go through Kafka."""
 
 
-def stage_part(stages: Sequence[PipelineStage]) -> WorkerPart:
-    """Return the loop that carries the records of the first stage's topic through all."""
+def stage_part(stages: Sequence[PipelineStage], *, is_fed_in_memory: bool = False) -> WorkerPart:
+    """Return the loop that carries the records of the first stage's topic through all.
+
+    `is_fed_in_memory`: the stage before is in the same process.
+    """
     first = stages[0]
 
     def make(context: Context) -> Handler:
@@ -56,7 +59,7 @@ def stage_part(stages: Sequence[PipelineStage]) -> WorkerPart:
         earlier = EarlierMessages(context.settings, [(one.service, one.topic) for one in stages[1:]])
         return chain(context.settings, links, outbox_of, earlier)
 
-    return WorkerPart(first.service, first.topic, make)
+    return WorkerPart(first.service, first.topic, make, is_fed_in_memory)
 
 
 def parts_of(stages: Sequence[PipelineStage], chosen: Collection[str]) -> list[WorkerPart]:
@@ -73,5 +76,6 @@ def parts_of(stages: Sequence[PipelineStage], chosen: Collection[str]) -> list[W
             if following.service not in chosen or following.is_keyed_otherwise:
                 break
             run.append(following)
-        found.append(stage_part(run))
+        before = stages[number - 1].service if number and not stage.is_keyed_otherwise else None
+        found.append(stage_part(run, is_fed_in_memory=before in chosen))
     return found

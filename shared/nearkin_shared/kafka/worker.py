@@ -83,6 +83,8 @@ class WorkerPart:
     service: str
     topic: str
     make: Callable[[Context], Handler]
+    is_fed_in_memory: bool = False
+    """The stage before is in the same process: only other workers send to the topic."""
 
 
 def command(
@@ -243,7 +245,14 @@ def _thread(
         worker = f"{part.service}-{context.worker}"
         handler = part.make(context)
         return Loop(
-            context.settings, part.service, part.topic, worker, handler, pulse.beat, lambda: context.commits.is_long
+            context.settings,
+            part.service,
+            part.topic,
+            worker,
+            handler,
+            pulse.beat,
+            lambda: context.commits.is_long,
+            is_fed_in_memory=part.is_fed_in_memory,
         )
 
     def run() -> None:
