@@ -279,7 +279,7 @@ def _measure_open(kind: str, folder: Path, figures: IndexFigures, containers: in
     Return the CPU seconds up to the first answer.
     """
     for path in folder.iterdir():
-        _drop_pages(path)
+        drop_pages(path)
     began = time.process_time()
     index = _open(kind, folder)
     if isinstance(index, _Tags):
@@ -295,7 +295,7 @@ def _measure_open(kind: str, folder: Path, figures: IndexFigures, containers: in
     return seconds
 
 
-def _drop_pages(path: Path) -> None:
+def drop_pages(path: Path) -> None:
     """Write a file out and drop it from the page cache, where the system can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
