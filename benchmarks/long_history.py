@@ -4,15 +4,16 @@ Invariant: every version read is compared with the file that was put.
 
     python -m benchmarks.long_history [-c rdb] [--versions 40] [--every 4] [--merge-block-bytes 4MiB] [--keep N]
 
-Puts versions in order, does a GC run after every few, and prints after each run the stored bytes, the last put, and
-reads of the oldest and the newest version: seconds, and MB decoded. `--keep`: only the last N versions are kept; the
-runs then have a grace of 0. Figures: docs/benchmarks/history.md, ADR 33.
+Puts versions in order, does a GC run after every few, and prints after each run the peak memory, the stored bytes, the
+last put, and reads of the oldest and the newest version: wall and CPU seconds, and MB decoded. `--keep`: only the last
+N versions are kept; the runs then have a grace of 0. Figures: docs/benchmarks/history.md, ADR 33.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,11 +54,11 @@ def decoding() -> Iterator[Callable[[], float]]:
 
 
 def timed(work: Callable[[], Any], decoded: Callable[[], float]) -> str:
-    """Return the seconds of a call and the MB decoded for it, as a table cell."""
+    """Return the wall and CPU seconds of a call and the MB decoded for it, as a table cell."""
     decoded()
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     work()
-    return f"{time.perf_counter() - started:6.2f} s {decoded():7.0f} MB"
+    return f"{time.perf_counter() - started:6.2f} {time.process_time() - cpu_started:6.2f} s {decoded():6.0f} MB"
 
 
 def read(store: Store, version: int, file: Path) -> None:
@@ -83,7 +84,7 @@ def main() -> None:
     if chosen.keep is not None:
         changes = {"gc": {**changes["gc"], "grace_seconds": 0}, "deletion": {"undelete_seconds": 0}}
     settings = with_changes(Settings(), changes)
-    print("version      put: s, decoded     GC run: s, decoded      stored MB  oldest: s, decoded   newest: s, decoded")
+    print("version, peak MiB, stored MB; put, GC run, oldest read, newest read: wall s, CPU s, decoded")
     with tempfile.TemporaryDirectory() as folder, decoding() as decoded:
         root = Path(folder, "s")
         for number, file in enumerate(corpus.paths, 1):
@@ -101,7 +102,9 @@ def main() -> None:
                 with open_store(root, settings=settings, read_only=True) as store:
                     path = corpus.paths[version - 1]
                     reads.append(timed(lambda s=store, v=version, p=path: read(s, v, p), decoded))  # type: ignore[misc]
-            print(f"{number:7} {put} {gc_run} {stored_bytes(root) / 1e6:12.2f} {reads[0]} {reads[1]}", flush=True)
+            peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+            stored_mb = stored_bytes(root) / 1e6
+            print(f"{number:7} {peak_mib:5} {stored_mb:8.2f}; {put}; {gc_run}; {reads[0]}; {reads[1]}", flush=True)
 
 
 if __name__ == "__main__":
