@@ -30,13 +30,13 @@ serve: setup ## serve a store with something in it, .serve/store, and the dashbo
 test: setup ## run every test
 	@bash tools/system-packages test
 	@$(BIN)/python -m tests.support.servers.programs
-	@$(BIN)/python -m pytest -n 4 --dist loadfile
+	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 coverage: setup ## the tests that need no failing server, measured: fails below the floor in pyproject.toml
 	@bash tools/system-packages test
 	@$(BIN)/python -m tests.support.servers.programs
 	@mkdir -p build/coverage
-	@$(BIN)/python -m pytest -n 4 --dist loadfile --cov --cov-report=term \
+	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --cov --cov-report=term \
 	  tests/unit tests/property tests/conformance tests/equivalence tests/golden tests/integration tests/e2e \
 	  --deselect tests/e2e/test_cli_usage.py::test_help_imports_neither_numpy_nor_pydantic_nor_rich \
 	  --deselect tests/integration/services/test_rebalance.py::test_service_ends_with_any_of_its_threads # tracing changes both
