@@ -95,11 +95,22 @@ class Item:
     precondition: Precondition | None = None
     origin: BlobOrigin | None = None
     """Of a blob that is stored once, however often it is put; None: each put makes a version."""
+    is_checkpoint: bool = False
+    """Whether it is a checkpoint of a backup, whose key is reserved."""
 
     def as_put(self) -> PutItem:
         """Return the tuple that `LocalPuts.put` takes."""
         created_us = None if self.created is None else us_of(self.created)
-        return PutItem(self.key, self.source, self.metadata, self.sha256, created_us, self.precondition, self.origin)
+        return PutItem(
+            self.key,
+            self.source,
+            self.metadata,
+            self.sha256,
+            created_us,
+            self.precondition,
+            self.origin,
+            self.is_checkpoint,
+        )
 
 
 def open_store(

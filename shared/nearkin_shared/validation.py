@@ -9,6 +9,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
+from blake3 import blake3
+
 from nearkin_shared.errors import BadInput
 from nearkin_shared.formats.manifest import encode_metadata
 from nearkin_shared.formats.tombstone import REASON_BYTES_MAX
@@ -43,6 +45,7 @@ def normalize_source(source: Source) -> Path | BinaryIO | bytes:
 
 RESERVED_PREFIX = ".nearkin/"
 """Keys with this prefix are Nearkin's own, such as unfinished backups; listings leave them out."""
+CHECKPOINT_PREFIX = f"{RESERVED_PREFIX}checkpoints/"
 
 
 def check_key(key: str) -> None:
@@ -66,6 +69,19 @@ def check_user_key(key: str) -> None:
     check_key(key)
     if is_reserved_key(key):
         raise BadInput(f"key {key!r}: keys that start with {RESERVED_PREFIX} are reserved; choose another")
+
+
+def checkpoint_key_of(key: str) -> str:
+    """Return the key of the unfinished versions of a key: checkpoints of its backups."""
+    return f"{CHECKPOINT_PREFIX}{blake3(key.encode()).hexdigest(length=16)}"
+
+
+def check_stored_key(key: str) -> None:
+    """Refuse a key that `check_key` refuses, or that is reserved and of no checkpoint."""
+    if key.startswith(CHECKPOINT_PREFIX):
+        check_key(key)
+    else:
+        check_user_key(key)
 
 
 def is_listed_key(key: str, prefix: str) -> bool:

@@ -17,11 +17,11 @@ from nearkin.trees.backup import RECENT_NS, TreeBackup
 from nearkin.trees.backup_plan import BackupPlan, PlannedCounts
 from nearkin.trees.backup_walk import BackupOptions
 from nearkin.trees.checkpoint_schedule import CHECKPOINT_BYTES_FIRST, CHECKPOINT_BYTES_MIN
-from nearkin.trees.store_backup import checkpoint_key_of
 from nearkin.trees.tree_writer import PIECE_BYTES_MAX
 from nearkin_shared.errors import NearkinError
 from nearkin_shared.formats.tree_entry_group import EntryFlag
 from nearkin_shared.reading.tree_reader import TreeReader
+from nearkin_shared.validation import checkpoint_key_of
 from tests.support.data.stores import SMALL, settings, stored_bytes
 from tests.support.engines.killed_backup import read_after_kills
 

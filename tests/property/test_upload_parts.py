@@ -55,7 +55,7 @@ def expand(parts: list[bytes | CopiedRange | int]) -> bytes:
 
 
 def decode(body: bytes, step: int, size_bytes_max: int = 1 << 30) -> tuple[bytes, PartsDecoder]:
-    decoder, result = PartsDecoder(BASE_BYTES, size_bytes_max), bytearray()
+    decoder, result = PartsDecoder([BASE_BYTES], size_bytes_max), bytearray()
     for start in range(0, len(body), step):
         for part in decoder.feed(body[start : start + step]):
             result += base()[part.start : part.stop] if isinstance(part, CopiedRange) else part

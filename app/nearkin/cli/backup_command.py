@@ -294,8 +294,8 @@ def _plan(session: Session, key: str, paths: Sequence[str], options: BackupOptio
 def _parent_trees(store: AnyStore, key: str) -> tuple[TreeReader | None, TreeReader | None]:
     """Return the newest tree of a key, and that of a checkpoint that was made after it."""
     from nearkin.store import Store
-    from nearkin.trees.store_backup import checkpoint_key_of
     from nearkin_shared.errors import Corrupt, NotFound
+    from nearkin_shared.validation import checkpoint_key_of
 
     newest = unfinished = created = None
     with suppress(NotFound, Corrupt):

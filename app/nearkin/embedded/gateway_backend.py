@@ -14,7 +14,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from io import BytesIO
 from itertools import groupby
@@ -44,13 +44,14 @@ from nearkin_shared.kafka.live_config import LiveConfig
 from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.objectstore.factory import as_set, local_objects
 from nearkin_shared.observability import counters, metrics
+from nearkin_shared.reading.copy_sources import SourceVersion
 from nearkin_shared.results import PutResult, Stats
 from nearkin_shared.results_json import gc_json
 from nearkin_shared.storage import descriptor
 from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.private_files import make_private_folder
-from nearkin_shared.validation import check_metadata, check_user_key
+from nearkin_shared.validation import check_metadata, check_stored_key, is_reserved_key
 
 GROUP_BLOBS_MAX = 256
 GROUP_BYTES_MAX = 64 * 1024 * 1024
@@ -167,7 +168,7 @@ class EmbeddedIngest:
 
     async def begin(self, intent: UploadRequest) -> EmbeddedUpload:
         """Start an upload."""
-        check_user_key(intent.key)
+        check_stored_key(intent.key)
         check_metadata(intent.metadata)
         return EmbeddedUpload(self, intent)
 
@@ -176,9 +177,9 @@ class EmbeddedIngest:
         if not self._thread.is_alive():
             raise StoreUnavailable("the store's writer has stopped: start the gateway again")
 
-    def spliced(self, key: str, base: int, file: BinaryIO, ranges: CopiedRanges) -> SplicedTree:
-        """Return the source of a put of new bytes and of ranges of a version."""
-        return SplicedTree(self._store.tree_access(), key, base, file, ranges)
+    def spliced(self, key: str, sources: Sequence[SourceVersion], file: BinaryIO, ranges: CopiedRanges) -> SplicedTree:
+        """Return the source of a put of new bytes and of ranges of versions."""
+        return SplicedTree(self._store.tree_access(), key, sources, file, ranges)
 
     @property
     def scratch(self) -> Path:
@@ -351,6 +352,7 @@ class EmbeddedIngest:
                     job.ending.sha256,
                     precondition=job.intent.precondition,
                     origin=BlobOrigin(job.intent.origin, job.intent.first_attempt_us),
+                    is_checkpoint=is_reserved_key(job.intent.key),
                 )
                 for job in jobs
             )
@@ -394,7 +396,7 @@ class EmbeddedUpload:
         self._held += frame
 
     async def copy(self, copied: CopiedRange) -> None:
-        """Take a range of the base."""
+        """Take a range of the sources."""
         self._ranges.add(self._fresh_bytes, copied)
 
     async def finish(self, ending: UploadResult) -> None:
@@ -404,10 +406,10 @@ class EmbeddedUpload:
             self._file.seek(0)
         file = self._file if self._file is not None else BytesIO(self._held)
         self._file = None
-        if self._intent.base is None:
+        if self._intent.sources is None:
             await self._ingest.commit(self._intent, file, ending)
             return
-        tree = self._ingest.spliced(self._intent.key, self._intent.base, file, self._ranges)
+        tree = self._ingest.spliced(self._intent.key, self._intent.sources, file, self._ranges)
         try:
             await self._ingest.disk.run(tree.check, ending.size_bytes, ending.blake3)
         except BaseException:

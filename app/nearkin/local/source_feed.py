@@ -52,6 +52,8 @@ class PutItem(NamedTuple):
     precondition: Precondition | None = None
     """Checked at the commit."""
     origin: BlobOrigin | None = None
+    is_checkpoint: bool = False
+    """Whether the key may be that of checkpoints."""
 
 
 def feed(writer: EmbeddedWriter, item: PutItem, progress: Progress | None) -> Future[PutResult]:

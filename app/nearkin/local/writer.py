@@ -32,7 +32,7 @@ from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.signals import interrupts_wait
-from nearkin_shared.validation import Progress, check_metadata, check_user_key
+from nearkin_shared.validation import Progress, check_metadata, check_stored_key, check_user_key
 
 if TYPE_CHECKING:
     from nearkin.embedded.runner import EmbeddedWriter, SparePools
@@ -205,7 +205,7 @@ class LocalPuts:
                 )
             waiting = []
             for item in items:
-                check_user_key(item.key)
+                (check_stored_key if item.is_checkpoint else check_user_key)(item.key)
                 check_metadata(item.metadata)
                 if isinstance(item.source, TreeSource):
                     self._containers.blocks.bound(min(int(settings.base.cache_bytes), TREE_CACHE_BYTES))

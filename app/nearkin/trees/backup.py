@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
@@ -31,7 +31,14 @@ from nearkin.trees.file_content import (
     truncated,
 )
 from nearkin.trees.hard_links import HardLinks
-from nearkin.trees.parent_tree import FoundEntry, OrderedEntries, ParentTree, ReusedContent, parent_entries
+from nearkin.trees.parent_tree import (
+    FoundEntry,
+    OrderedEntries,
+    ParentTree,
+    ReusedContent,
+    merged_entries,
+    parent_entries,
+)
 from nearkin.trees.tree_sinks import StoreSink, TreeSink
 from nearkin.trees.tree_writer import TreeWriter
 from nearkin.trees.walker import ListedFolder
@@ -50,6 +57,16 @@ reaches further into the tree, if there is one."""
 _I64_MAX = (1 << 63) - 1
 
 
+class CheckpointOptions(NamedTuple):
+    """How a backup makes checkpoints."""
+
+    key: str
+    """Of the checkpoints; of no use to a server, which has its own."""
+    metadata: dict[str, str]
+    within_files: bool = True
+    """Whether one may end inside a file."""
+
+
 class TreeUnchanged(Exception):
     """The tree is equal to its parent."""
 
@@ -65,11 +82,11 @@ class TreeBackup(BackupWalk):
         *,
         left_out: Sequence[Path] = (),
         parents: Callable[[], Sequence[ParentTree]] = tuple,
-        checkpoint: tuple[str, dict[str, str]] | None = None,
+        checkpoint: CheckpointOptions | None = None,
     ) -> None:
         """Create the source of a put.
 
-        `parents` is called when the put has begun. `checkpoint`: key and metadata of unfinished versions. Raises as
+        `parents` is called when the put has begun, the newest first. `checkpoint`: None: there are none. Raises as
         `BackupWalk` does.
         """
         super().__init__(paths, options, counts, left_out)
@@ -80,6 +97,11 @@ class TreeBackup(BackupWalk):
         self._has_lost = False
         """Whether attributes of the entry in progress were left out."""
 
+    @property
+    def root(self) -> bytes:
+        """The folder that is stored, as an absolute path."""
+        return self._root
+
     def feed(self, writer: EmbeddedWriter, blob: BlobTransfer) -> bytes:
         """Write the tree; return its digest.
 
@@ -89,12 +111,17 @@ class TreeBackup(BackupWalk):
 
     def write(self, sink: TreeSink) -> bytes:
         """Write the tree to a sink; return its digest. Raises as `feed` does."""
-        tree = self._tree = TreeWriter(sink, self._root, socket.gethostname())
+        return self.write_to(TreeWriter(sink, self._root, socket.gethostname()), sink)
+
+    def write_to(self, tree: TreeWriter, sink: TreeSink) -> bytes:
+        """Write the tree; return its digest. Raises as `feed` does."""
+        self._tree = tree
         parents = self._parents()
         if not parents and isinstance(sink, StoreSink):
             sink.seek_no_bases()
         self._previous_entries = parents[-1].reader.summary.entries if parents else -1
-        self._found = OrderedEntries(parent_entries(parents))
+        is_remote = any(parent.manifest is None for parent in parents)
+        self._found = OrderedEntries((merged_entries if is_remote else parent_entries)(parents))
         self._schedule = CheckpointSchedule(max([_earlier_bytes(parent) for parent in parents], default=0))
         self._reused = ReusedContent(tree, self._count_reused)
         self._add_root()
@@ -256,7 +283,8 @@ class TreeBackup(BackupWalk):
 
         Returns as `TreeWriter.read_content`.
         """
-        if self._checkpoint is None or entry.content_bytes < PARTIAL_BYTES_MIN:
+        options = self._checkpoint
+        if options is None or not options.within_files or entry.content_bytes < PARTIAL_BYTES_MIN:
             return self._tree.read_content(descriptor, stretches, FileProgress(blake3(), 0, self._count_read))
         hasher = None
         if found is not None and self._comparison.is_continued(status, found.placed.entry):
@@ -402,9 +430,8 @@ class TreeBackup(BackupWalk):
         schedule, tree, read_bytes = self._schedule, self._tree, self.counts.read_bytes
         if schedule.is_due(read_bytes, tree.group_bytes):
             self._reused.flush()
-            key, metadata = self._checkpoint
-            fields = {**metadata, **self._checkpoint_fields()}
-            done = tree.checkpoint(key, fields, self._unread, None if partial is None else partial())
+            fields = {**self._checkpoint.metadata, **self._checkpoint_fields()}
+            done = tree.checkpoint(self._checkpoint.key, fields, self._unread, None if partial is None else partial())
             schedule.record(read_bytes, done)
         while (awaited := schedule.checkpoint_to_await(read_bytes, tree.group_bytes)) is not None:
             tree.wait_for(awaited)
@@ -418,8 +445,14 @@ class TreeBackup(BackupWalk):
 
 
 def _earlier_bytes(parent: ParentTree) -> int:
-    """Return the bytes that were read for a checkpoint; 0 of a complete version."""
-    return int(parent.metadata.get(READ_BYTES_FIELD, 0)) if parent.is_checkpoint else 0
+    """Return the bytes that were read for a checkpoint; 0 of a complete version.
+
+    A checkpoint on a server names those before it.
+    """
+    if not parent.is_checkpoint:
+        return 0
+    own_bytes = parent.reader.content_bytes if parent.manifest is None else 0
+    return int(parent.metadata.get(READ_BYTES_FIELD, 0)) + own_bytes
 
 
 def _bounded(nanoseconds: int) -> int:

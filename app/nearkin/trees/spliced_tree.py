@@ -1,17 +1,17 @@
-"""Put a tree of new bytes and of ranges of an earlier version: the source of a put.
+"""Put a tree of new bytes and of ranges of other versions: the source of a put.
 
     check: entry groups, index and the digests of new files, before the put begins
     feed:  new bytes -> cut, deduplicated      ranges -> whole segments are spliced, the rest is read and written again
 
 Invariant: a tree is committed only if its groups and its index agree with its digest, its entries with its size, and
-its new files with their entries. The base is read once the put has begun: GC deletes nothing of it from then on.
+its new files with their entries. The sources are read once the put has begun: GC deletes nothing of them from then on.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, BinaryIO
 
 from blake3 import blake3
@@ -20,6 +20,7 @@ from nearkin_shared.errors import BadInput, BaseUnusable, Corrupt, FormatTooNew,
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES
 from nearkin_shared.formats.upload_parts import CopiedRange
 from nearkin_shared.limits import MIB
+from nearkin_shared.reading.copy_sources import CopySources, SourceVersion
 from nearkin_shared.reading.segment_window import SegmentWindow
 from nearkin_shared.reading.tree_reader import END_BYTES, PlacedEntry, TreeReader
 
@@ -75,10 +76,12 @@ class CopiedRanges:
 class SplicedTree:
     """A tree to put, whose new bytes are in a file."""
 
-    def __init__(self, store: TreeStore, key: str, base: int, file: BinaryIO, ranges: CopiedRanges) -> None:
-        """`base`: the version of `key` that the ranges are of."""
+    def __init__(
+        self, store: TreeStore, key: str, sources: Sequence[SourceVersion], file: BinaryIO, ranges: CopiedRanges
+    ) -> None:
+        """`sources`: the versions that the ranges are of."""
         self._store = store
-        self._key, self._base = key, base
+        self._sources = sources
         self._file = file
         self._ranges = ranges
         self._label = f"tree {key!r}"
@@ -120,7 +123,7 @@ class SplicedTree:
             offset, length = self._ranges.find_fresh(start)
             length = min(length, stop - start)
             if offset < 0 and (zeros := zeros + length) > END_BYTES:
-                raise Corrupt(f"{self._label}: its entries or its index are in ranges of the base")
+                raise Corrupt(f"{self._label}: its entries or its index are in ranges")
             found += bytes(length) if offset < 0 else self._read_file(offset, length)
             start += length
         return bytes(found)
@@ -151,19 +154,27 @@ class SplicedTree:
         """Write the tree; return its digest. Raises BaseUnusable, StoreUnavailable."""
         assert self._digest, "check was not called"
         try:
-            base = self._store.manifest(self._key, self._base)
-            self._store.check_sound(base)
-            window = SegmentWindow(base, lambda start, stop: self._store.blob(base, start, stop).read())
+            sources = CopySources(
+                [self._sound(source) for source in self._sources],
+                lambda manifest, start, stop: self._store.blob(manifest, start, stop).read(),
+            )
             fresh_bytes = 0
             self._file.seek(0)
             for position, copied in self._ranges.placed():
                 self._write_new(writer, blob, position - fresh_bytes)
                 fresh_bytes = position
-                self._copy(writer, blob, base, window, copied)
+                source, window, start = sources.locate(copied.start)
+                self._copy(writer, blob, source, window, CopiedRange(copied.start - start, copied.stop - start))
         except (NotFound, Corrupt) as err:
-            raise BaseUnusable(f"key {self._key!r} version {self._base}: cannot be copied from: {err}") from err
+            raise BaseUnusable(f"{self._label}: its sources cannot be copied from: {err}") from err
         self._write_new(writer, blob, None)
         return self._digest
+
+    def _sound(self, source: SourceVersion) -> Manifest:
+        """Return the manifest of a source. Raises NotFound, Corrupt."""
+        manifest = self._store.manifest(source.key, source.version)
+        self._store.check_sound(manifest)
+        return manifest
 
     def _write_new(self, writer: EmbeddedWriter, blob: BlobTransfer, count: int | None) -> None:
         """Write the next `count` new bytes, or all that are left."""

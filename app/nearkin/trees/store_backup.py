@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from blake3 import blake3
-
-from nearkin.trees.backup import FURTHER_FIELD, TreeBackup, TreeUnchanged
+from nearkin.trees.backup import FURTHER_FIELD, CheckpointOptions, TreeBackup, TreeUnchanged
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions
 from nearkin.trees.parent_tree import ParentTree
 from nearkin_shared.errors import Corrupt, NotFound, RetentionActive
@@ -23,7 +21,7 @@ from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.results import CONTENT_TYPE_TREE, PutResult
-from nearkin_shared.validation import CONTENT_TYPE, RESERVED_PREFIX, TAGS
+from nearkin_shared.validation import CONTENT_TYPE, TAGS, checkpoint_key_of
 
 _log = logging.getLogger("nearkin")
 CHECKPOINT_REASON = "the backup was completed"
@@ -62,11 +60,6 @@ class TreeStore(NamedTuple):
     """Folders that the store writes, which a backup leaves out."""
 
 
-def checkpoint_key_of(key: str) -> str:
-    """Return the key of the unfinished versions of a key."""
-    return f"{RESERVED_PREFIX}checkpoints/{blake3(key.encode()).hexdigest(length=16)}"
-
-
 def back_up(
     store: TreeStore, key: str, paths: Sequence[str | Path], options: BackupOptions, counts: BackupCounts
 ) -> BackupResult:
@@ -85,7 +78,7 @@ def back_up(
         counts,
         left_out=store.folders,
         parents=parents,
-        checkpoint=(checkpoint_key, {**metadata, "of": key[:CHECKPOINT_KEY_CHARACTERS]}),
+        checkpoint=CheckpointOptions(checkpoint_key, {**metadata, "of": key[:CHECKPOINT_KEY_CHARACTERS]}),
     )
     try:
         result = store.put(key, backup, metadata)

@@ -29,6 +29,7 @@ from nearkin_gateway.middleware.shutdown import AnswerCutRequests
 from nearkin_gateway.routes import (
     admin_routes,
     blob_routes,
+    checkpoint_routes,
     dead_letter_routes,
     deletion_routes,
     operations_routes,
@@ -43,7 +44,15 @@ THREADS_MAX = 64
 """Blocking calls of the object store: restores, listings. More wait in a queue bounded by the connections."""
 ROUTERS = tuple(
     module.router
-    for module in (blob_routes, deletion_routes, admin_routes, operations_routes, dead_letter_routes, upload_routes)
+    for module in (
+        blob_routes,
+        checkpoint_routes,
+        deletion_routes,
+        admin_routes,
+        operations_routes,
+        dead_letter_routes,
+        upload_routes,
+    )
 )
 _log = logging.getLogger("nearkin.gateway")
 

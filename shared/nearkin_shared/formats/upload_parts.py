@@ -3,18 +3,22 @@ r"""Encode and decode a body of parts: new bytes, and ranges of an earlier versi
     | NKPART\r\n | version 2 | flags 2 | records ... | end |
 
     1 | length 4 | bytes         new bytes
-    2 | start 8 | stop 8         the bytes [start, stop) of the base
+    2 | start 8 | stop 8         the bytes [start, stop) of the sources: the base, then the checkpoints, end to end
     3 | length 4 | bytes         nothing: sent so that a client without new bytes is not taken for a dead one
     0 | size 8 | digest 32 | BLAKE3 of all bytes of the body before it 32
 
-The ranges ascend, so that no byte of the base is copied twice (docs/internals/formats/upload-parts.md).
+A range is of one source. The ranges of each source ascend, so that no byte of it is copied twice
+(docs/internals/formats/upload-parts.md).
 
 Invariant (I8): a body that is cut, damaged or of another size than its end states is refused as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from struct import Struct
 from typing import NamedTuple, TypeAlias
 
@@ -25,6 +29,9 @@ from nearkin_shared.limits import KIB
 
 PARTS_MEDIA_TYPE = "application/vnd.nearkin.parts"
 BASE_HEADER = "Nearkin-Base"
+CHECKPOINTS_HEADER = "Nearkin-Checkpoints"
+CHECKPOINTS_MAX = 1000
+"""Checkpoints of one body: 8 TB at the distance that they have at most."""
 VERSION = 1
 RECORDS_MAX = 1 << 20
 """Records of one body: 16 MB of ranges in memory; half a million changed files between unchanged ones."""
@@ -33,6 +40,7 @@ DATA_BYTES_MAX = 1 << 24
 IDLE_BYTES_MAX = 64 * KIB
 """Of a record without content."""
 END, DATA, COPY, IDLE = range(4)
+_RUN = re.compile("([1-9][0-9]{0,18})(?:-([1-9][0-9]{0,18}))?", re.ASCII)
 _MAGIC = b"NKPART\r\n"
 _HEAD = Struct("<8sHH")
 _DATA = Struct("<BI")
@@ -44,15 +52,41 @@ _SIZES = {END: _END.size + _DIGEST_BYTES, DATA: _DATA.size, COPY: _COPY.size, ID
 """Of the fields of each kind of record."""
 
 
+def format_versions(versions: Sequence[int]) -> str:
+    """Return ascending version numbers as text: `1-3,7`."""
+    runs: list[list[int]] = []
+    for version in versions:
+        if runs and runs[-1][1] == version - 1:
+            runs[-1][1] = version
+        else:
+            runs.append([version, version])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def parse_versions(text: str) -> list[int]:
+    """Return the version numbers of `format_versions`. Raises BadInput."""
+    versions: list[int] = []
+    for run in text.split(","):
+        match = _RUN.fullmatch(run.strip())
+        first = int(match[1]) if match is not None else 0
+        last = first if match is None or match[2] is None else int(match[2])
+        if not (versions[-1] if versions else 0) < first <= last or last - first >= CHECKPOINTS_MAX - len(versions):
+            raise BadInput(
+                f"{CHECKPOINTS_HEADER} {text:.100}: want at most {CHECKPOINTS_MAX} version numbers, ascending: 1-3,7"
+            )
+        versions += range(first, last + 1)
+    return versions
+
+
 class CopiedRange(NamedTuple):
-    """The bytes [start, stop) of the base."""
+    """The bytes [start, stop) of the sources, which are end to end."""
 
     start: int
     stop: int
 
 
 Part: TypeAlias = memoryview | CopiedRange
-"""New bytes, or a range of the base."""
+"""New bytes, or a range of a source."""
 
 
 class PartsEncoder:
@@ -70,7 +104,7 @@ class PartsEncoder:
         self._put(data)
 
     def add_copy(self, start: int, stop: int) -> None:
-        """Append the bytes [start, stop) of the base."""
+        """Append the bytes [start, stop) of the sources."""
         self._count_record(_COPY.pack(COPY, start, stop))
 
     def add_idle(self, count: int) -> None:
@@ -95,9 +129,11 @@ class PartsEncoder:
 class PartsDecoder:
     """Decodes a body of parts as it arrives."""
 
-    def __init__(self, base_bytes: int, size_bytes_max: int) -> None:
-        """`base_bytes`: of the base. `size_bytes_max`: of the result."""
-        self._base_bytes = base_bytes
+    def __init__(self, source_bytes: Sequence[int], size_bytes_max: int) -> None:
+        """`source_bytes`: of each source. `size_bytes_max`: of the result."""
+        self._starts = [0, *accumulate(source_bytes)]
+        self._stops = self._starts[:-1]
+        """Of the last range of each source."""
         self._size_bytes_max = size_bytes_max
         self._hasher = blake3()
         self._head = bytearray()
@@ -106,7 +142,6 @@ class PartsDecoder:
         self._left = 0
         """Bytes of the record in progress that have not arrived."""
         self._is_idle = False
-        self._last_stop = 0
         self.records: int = 0
         self.size_bytes: int = 0
         """Of the result so far."""
@@ -193,12 +228,14 @@ class PartsDecoder:
 
     def _take_copy(self, head: bytes) -> CopiedRange:
         _, start, stop = _COPY.unpack(head)
-        if not self._last_stop <= start < stop <= self._base_bytes:
+        number = min(bisect_right(self._starts, start), len(self._stops)) - 1
+        first, end = (0, 0) if number < 0 else (self._stops[number], self._starts[number + 1])
+        if not first <= start < stop <= end:
             raise BadInput(
                 f"body of parts: record {self.records} copies bytes {start} to {stop}; want a range that is not empty "
-                f"within {self._last_stop} to {self._base_bytes}: ranges ascend, up to the end of the base"
+                f"within {first} to {end}: ranges ascend, up to the end of their base or checkpoint"
             )
-        self._last_stop = stop
+        self._stops[number] = stop
         self._grow(stop - start)
         return CopiedRange(start, stop)
 

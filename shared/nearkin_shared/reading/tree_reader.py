@@ -107,6 +107,12 @@ class TreeReader:
         return self._index.summary
 
     @property
+    def first_key(self) -> tuple[bytes, bytes]:
+        """The key of the first entry, before which there is none."""
+        groups = self._index.groups
+        return groups[0].first_key if groups else (b"", b"")
+
+    @property
     def content_bytes(self) -> int:
         """Bytes of all contents, which are the start of the blob."""
         return self._index.content_starts[-1]

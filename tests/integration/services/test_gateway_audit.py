@@ -112,6 +112,10 @@ def store_and_read(client: httpx.Client) -> None:
     assert client.get("/v1/blobs/a/key", headers={"Range": "bytes=2-5"}).status_code == 206
     client.head("/v1/blobs/a/key")
     client.get("/v1/blobs?prefix=a/")
+    assert client.put("/v1/checkpoints/a/key", content=CONTENT).status_code == 201
+    assert len(client.get("/v1/checkpoints/a/key/versions").json()["versions"]) == 1
+    assert client.get("/v1/checkpoints/a/key?version=1").content == CONTENT
+    assert client.delete("/v1/checkpoints/a/key").status_code == 204
     until = "2026-01-01T00:00:00Z"  # over by now: it can be deleted
     assert client.post("/v1/retention/a/key", params={"until": until}).status_code in (200, 400)
     assert client.delete("/v1/blobs/a/key", params={"reason": "old"}).status_code == 204

@@ -65,6 +65,7 @@ def api(gateway: RunningGateway, token: str) -> Any:
 
 OPERATIONS = (
     "putBlob", "postBlob", "getBlob", "headBlob", "deleteBlob", "undeleteBlob", "extendRetention",
+    "putCheckpoint", "listCheckpoints", "getCheckpoint", "deleteCheckpoints",
     "listDeleted",
     "listBlobs", "listVersions", "getInfo", "getStatus",
     "explain", "getStats", "listWorkers", "getScrub", "getConfig", "patchConfig", "livez", "readyz",

@@ -12,7 +12,7 @@ import pytest
 
 import nearkin.trees.checkpoint_schedule
 from nearkin.store import Store, open_store
-from nearkin.trees.store_backup import checkpoint_key_of
+from nearkin_shared.validation import checkpoint_key_of
 from tests.support.servers.gateways import RunningGateway, embedded, running
 
 KEY = checkpoint_key_of("home")

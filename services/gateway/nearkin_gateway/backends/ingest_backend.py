@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from nearkin_shared.formats.upload_parts import CopiedRange
 from nearkin_shared.preconditions import Precondition
+from nearkin_shared.reading.copy_sources import SourceVersion
 from nearkin_shared.results import PutResult
 from nearkin_shared.results_json import info_json, ledger_json
 from nearkin_shared.storage.committed_origins import BlobOrigin
@@ -43,8 +44,8 @@ class UploadRequest:
     """Checked where the version is committed."""
     first_attempt_us: int | None = None
     """Earliest time of an attempt with this origin, in microseconds since 1970; None: this is the only one."""
-    base: int | None = None
-    """The version that ranges are copied of; None: the upload has none."""
+    sources: tuple[SourceVersion, ...] | None = None
+    """The versions that ranges are copied of; None: the upload has no ranges."""
 
 
 @frozen
@@ -69,7 +70,7 @@ class IncomingUpload(Protocol):
         """
 
     async def copy(self, copied: CopiedRange) -> None:
-        """Append a range of the base. Only where the backend `takes_ranges`."""
+        """Append a range of the sources. Only where the backend `takes_ranges`."""
 
     async def finish(self, ending: UploadResult) -> None:
         """Return once all is durable.
@@ -88,7 +89,7 @@ class Ingest(Protocol):
     commits: bool
     """Whether `finish` returns with the outcome known, so that the answer is always 201."""
     takes_ranges: bool
-    """Whether uploads take ranges of a base; else the gateway reads them and passes bytes on."""
+    """Whether uploads take ranges of other versions; else the gateway reads them and passes bytes on."""
 
     def accepts(self, tenant: str) -> bool:
         """Return whether it takes uploads of this tenant."""

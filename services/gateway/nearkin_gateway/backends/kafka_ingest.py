@@ -36,7 +36,7 @@ from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.record_guard import headers_of
 from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.storage.staged_packs import UploadAttempt
-from nearkin_shared.validation import check_metadata, check_user_key
+from nearkin_shared.validation import check_metadata, check_stored_key
 
 POLL_SECONDS = 0.1
 ROOM_SECONDS = 0.02
@@ -54,7 +54,7 @@ _log = logging.getLogger("nearkin.gateway")
 
 def check_request(intent: UploadRequest) -> None:
     """Refuse the key or the metadata of an upload. Raises BadInput."""
-    check_user_key(intent.key)
+    check_stored_key(intent.key)
     check_metadata(intent.metadata)
 
 

@@ -20,6 +20,7 @@ _UPLOAD_URL = "([^\\s#?]*/)?uploads/[0-9a-f]{32}"
 _DIGEST = (
     "(sha-256=:[A-Za-z0-9+/]{43}=:|sha-512=:[A-Za-z0-9+/]{86}==:|md5=:[A-Za-z0-9+/]{22}==:|sha=:[A-Za-z0-9+/]{27}=:)"
 )
+_VERSIONS = "[1-9][0-9]{0,18}(-[1-9][0-9]{0,18})?"
 
 IDEMPOTENCY_KEY: dict[str, Any] = {"minLength": 1, "maxLength": IDEMPOTENCY_KEY_CHARACTERS_MAX}
 CONTENT_MD5: dict[str, Any] = {"pattern": "^[A-Za-z0-9+/]{22}==$"}
@@ -42,6 +43,13 @@ NearkinBase = Annotated[
     Header(
         description="The version of the same key whose ranges a body of `application/vnd.nearkin.parts` copies.",
         json_schema_extra={"pattern": "^[1-9][0-9]{0,18}$"},
+    ),
+]
+NearkinCheckpoints = Annotated[
+    str | None,
+    Header(
+        description="The checkpoints of the key whose ranges such a body copies, behind the base: `1-3,7`.",
+        json_schema_extra={"pattern": f"^{_VERSIONS}(, ?{_VERSIONS})*$"},
     ),
 ]
 

@@ -45,7 +45,7 @@ from nearkin_gateway.http.request_bodies import asks_first, check_declared, chun
 from nearkin_gateway.http.url_keys import BlobKey, Key, KeysInQuery, blob_url
 from nearkin_gateway.middleware.audit_requests import annotate
 from nearkin_gateway.state import Gateway, gateway_of
-from nearkin_gateway.uploads.copied_ranges import PartsReceiver, open_base
+from nearkin_gateway.uploads.copied_ranges import PartsReceiver, open_parts
 from nearkin_gateway.uploads.upload_preconditions import check_newest
 from nearkin_gateway.uploads.upload_service import (
     NewBlob,
@@ -60,11 +60,11 @@ from nearkin_gateway.uploads.upload_service import (
     take,
 )
 from nearkin_shared.errors import PreconditionFailed
-from nearkin_shared.formats.upload_parts import BASE_HEADER
+from nearkin_shared.formats.upload_parts import PARTS_MEDIA_TYPE
 from nearkin_shared.reading.restore import VerifiedPieces
 from nearkin_shared.results import CONTENT_TYPE_TREE
 from nearkin_shared.results_json import info_json
-from nearkin_shared.validation import CONTENT_TYPE, check_metadata, content_type
+from nearkin_shared.validation import CONTENT_TYPE, check_metadata, content_type, is_reserved_key
 
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 router = APIRouter(tags=["blobs"])
@@ -84,7 +84,7 @@ WantReprDigest = Annotated[
 ]
 _ANY_MEDIA = {"*/*": {"schema": {"type": "string", "format": "binary"}}}
 """A body of any type: a put keeps its `Content-Type`, and reads return it."""
-_BODY: dict[str, Any] = {"requestBody": {"required": False, "content": _ANY_MEDIA}}
+BLOB_BODY: dict[str, Any] = {"requestBody": {"required": False, "content": _ANY_MEDIA}}
 _TAG_HEADERS = {
     "ETag": {"description": "The digest, quoted.", "schema": {"type": "string"}},
     "X-Nearkin-Version": {"description": "The version.", "schema": {"type": "integer"}},
@@ -103,7 +103,7 @@ _READ_HEADERS = {
         "schema": {"type": "integer"},
     },
 }
-_PUT_ANSWERS: dict[int | str, dict[str, Any]] = {
+PUT_ANSWERS: dict[int | str, dict[str, Any]] = {
     201: {
         "model": response_models.Outcome,
         "description": "Committed: the version and its savings ledger.",
@@ -129,14 +129,14 @@ _PUT_ANSWERS: dict[int | str, dict[str, Any]] = {
     },
     **responses(400, 401, 403, 405, 408, 409, 410, 412, 413, 414, 415, 417, 422, 429, 431, 500, 503, 507),
 }
-_READ_PROBLEMS = responses(400, 401, 403, 404, 405, 410, 412, 414, 422, 429, 431, 500, 503)
+READ_PROBLEMS = responses(400, 401, 403, 404, 405, 410, 412, 414, 422, 429, 431, 500, 503)
 
 
 @router.put(
-    "/v1/blobs/{key:path}", status_code=201, responses=_PUT_ANSWERS, openapi_extra=_BODY, operation_id="putBlob"
+    "/v1/blobs/{key:path}", status_code=201, responses=PUT_ANSWERS, openapi_extra=BLOB_BODY, operation_id="putBlob"
 )
 @router.post(
-    "/v1/blobs/{key:path}", status_code=201, responses=_PUT_ANSWERS, openapi_extra=_BODY, operation_id="postBlob"
+    "/v1/blobs/{key:path}", status_code=201, responses=PUT_ANSWERS, openapi_extra=BLOB_BODY, operation_id="postBlob"
 )
 async def put_blob(
     request: Request,
@@ -173,20 +173,27 @@ async def put_blob(
     if_match: header_bounds.PutIfMatch = None,
     if_none_match: header_bounds.PutIfNoneMatch = None,
     nearkin_base: header_bounds.NearkinBase = None,
+    nearkin_checkpoints: header_bounds.NearkinCheckpoints = None,
 ) -> Response:
     """Store the body as a new version of the key.
 
     Metadata: `X-Nearkin-Meta-NAME: VALUE`, both percent-encoded.
 
-    A body of `application/vnd.nearkin.parts` has new bytes of a tree, and ranges of the version `Nearkin-Base`.
+    A body of `application/vnd.nearkin.parts` has new bytes of a tree, and ranges of the version `Nearkin-Base` and of
+    the checkpoints `Nearkin-Checkpoints`.
 
     The `Content-Type` is kept as metadata `content-type` and returned by GET and HEAD.
     `If-Match` and `If-None-Match` are checked where the version is committed: of several puts that rely on the same
     state one is 201, the others are 412 and store nothing. After 202 the outcome has the reason `precondition-failed`.
     """
+    annotate(request, key=key)
+    return await store_body(request, caller, key, wait, idempotency_key)
+
+
+async def store_body(request: Request, caller: Caller, key: str, wait: float, idempotency_key: str | None) -> Response:
+    """Store the body of a request as a version of `key`, which may be that of checkpoints."""
     gateway = gateway_of(request)
     bytes_max = int(gateway.bounds.body_bytes_max)
-    annotate(request, key=key)
     await check_open_to(request, gateway, caller)
     check_declared(request, bytes_max)
     gateway.admission.check_rate(caller.tenant)
@@ -194,10 +201,10 @@ async def put_blob(
     if asks_first(request):
         gateway.admission.check_lag(caller.tenant)
     metadata, sha256 = metadata_of(request.headers), announced_sha256(request.headers)
-    parts = await open_base(gateway, caller.tenant, caller.scopes, key, request.headers)
+    parts = await open_parts(gateway, caller.tenant, caller.scopes, key, request.headers)
     _keep_media_type(metadata, CONTENT_TYPE_TREE if parts is not None else content_type_of(request.headers))
     if parts is not None and metadata[CONTENT_TYPE] != CONTENT_TYPE_TREE:  # readers would not take it for a tree
-        raise Problem(400, "bad-metadata", f"{CONTENT_TYPE}: leave it out with {BASE_HEADER}: a tree has its own")
+        raise Problem(400, "bad-metadata", f"{CONTENT_TYPE}: leave it out with {PARTS_MEDIA_TYPE}: a tree has its own")
     announced = announced_digests(request.headers)
     precondition = precondition_of_put(request.headers)
     repeatable = check_idempotency_key(gateway, caller.tenant, key, idempotency_key)
@@ -268,7 +275,7 @@ def _trace(request: Request) -> str | None:
 
 @router.get(
     "/v1/blobs/{key:path}/versions",
-    responses=_READ_PROBLEMS,
+    responses=READ_PROBLEMS,
     response_model=response_models.VersionPage,
     operation_id="listVersions",
 )
@@ -292,7 +299,7 @@ _LINK = {"Link": {"description": 'The next page, `rel="next"`, where there is on
 
 @router.get(
     "/v1/blobs",
-    responses={200: {"headers": _LINK}, **_READ_PROBLEMS},
+    responses={200: {"headers": _LINK}, **READ_PROBLEMS},
     response_model=response_models.Page,
     operation_id="listBlobs",
     dependencies=[KeysInQuery],
@@ -332,9 +339,9 @@ def _damaged(listed: ListedVersions) -> dict[str, object]:
 _WHOLE_ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The bytes.", "content": _ANY_MEDIA, "headers": _READ_HEADERS},
     304: {"description": "Not modified.", "headers": _READ_HEADERS},
-    **_READ_PROBLEMS,
+    **READ_PROBLEMS,
 }
-_RANGE_ANSWERS: dict[int | str, dict[str, Any]] = {
+RANGE_ANSWERS: dict[int | str, dict[str, Any]] = {
     **_WHOLE_ANSWERS,
     206: {
         "description": "A range of them; several as `multipart/byteranges`.",
@@ -345,7 +352,7 @@ _RANGE_ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.get("/v1/blobs/{key:path}", responses=_RANGE_ANSWERS, response_class=Response, operation_id="getBlob")
+@router.get("/v1/blobs/{key:path}", responses=RANGE_ANSWERS, response_class=Response, operation_id="getBlob")
 async def get_blob(
     request: Request,
     key: BlobKey,
@@ -366,7 +373,8 @@ async def get_blob(
 
     A body that ends early is damaged: discard it.
     """
-    return await _read(request, key, caller, version)
+    annotate(request, key=key)
+    return await read_version(request, caller, key, version)
 
 
 @router.head("/v1/blobs/{key:path}", responses=_WHOLE_ANSWERS, response_class=Response, operation_id="headBlob")
@@ -378,12 +386,14 @@ async def head_blob(
     want_repr_digest: WantReprDigest = None,
 ) -> Response:
     """Return what GET would, without the bytes."""
-    return await _read(request, key, caller, version)
+    annotate(request, key=key)
+    return await read_version(request, caller, key, version)
 
 
-async def _read(request: Request, key: str, caller: Caller, version: int | None) -> Response:
+async def read_version(request: Request, caller: Caller, key: str, version: int | None) -> Response:
+    """Return the bytes of a version of `key`, which may be that of checkpoints."""
     gateway, tenant = gateway_of(request), caller.tenant
-    annotate(request, key=key, version=version)
+    annotate(request, version=version)
     manifest = await asyncio.to_thread(gateway.catalogue.manifest, tenant, key, version)
     info = manifest.info
     annotate(request, version=info.version)
@@ -468,7 +478,8 @@ def created_response(gateway: Gateway, tenant: str, outcome: Mapping[str, Any], 
     """Return 201."""
     shown = outcome_json(gateway, tenant, bytes.fromhex(outcome["id"]), outcome)
     headers = {
-        "Location": blob_url(outcome["key"], outcome["version"]),
+        # No URL names the key of a checkpoint.
+        **({} if is_reserved_key(outcome["key"]) else {"Location": blob_url(outcome["key"], outcome["version"])}),
         "ETag": f'"{outcome["digest"]}"',
         "X-Nearkin-Version": str(outcome["version"]),
     }

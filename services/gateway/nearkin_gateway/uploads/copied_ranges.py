@@ -1,16 +1,16 @@
-"""Receive bodies of parts: new bytes, and ranges of an earlier version of the same key.
+"""Receive bodies of parts: new bytes, and ranges of other versions.
 
     request body -> parts -> frames and ranges, where the backend takes ranges
-                          -> frames, with the bytes of ranges read from the base, where it does not
+                          -> frames, with the bytes of ranges read from the sources, where it does not
 
-Invariant (I9): the base is a version of the caller's tenant and of the key that is put. A base that is deleted, is no
-tree or is damaged ends the upload with BaseUnusable; nothing is stored.
+Invariant (I9): the sources are of the caller's tenant: a version of the key that is put, and checkpoints of that key.
+A source that is deleted, is no tree or is damaged ends the upload with BaseUnusable; nothing is stored.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -23,9 +23,17 @@ from nearkin_gateway.uploads.upload_service import UploadPiece
 from nearkin_shared.errors import BadInput, BaseUnusable, Corrupt, NotFound
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.tree_layout import FOOTER_BYTES, decode_footer
-from nearkin_shared.formats.upload_parts import BASE_HEADER, PARTS_MEDIA_TYPE, CopiedRange, PartsDecoder
+from nearkin_shared.formats.upload_parts import (
+    BASE_HEADER,
+    CHECKPOINTS_HEADER,
+    PARTS_MEDIA_TYPE,
+    CopiedRange,
+    PartsDecoder,
+    parse_versions,
+)
 from nearkin_shared.limits import FRAME_BYTES_MAX, MIB
-from nearkin_shared.reading.segment_window import SegmentWindow
+from nearkin_shared.reading.copy_sources import CopySources, SourceVersion
+from nearkin_shared.validation import checkpoint_key_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,63 +46,91 @@ COPY_BYTES = 4 * MIB
 def has_parts(headers: Headers) -> bool:
     """Return whether a put has a body of parts.
 
-    Raises Problem for one of its two headers without the other.
+    Raises Problem for a header of one without its media type.
     """
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if (media_type == PARTS_MEDIA_TYPE) == (BASE_HEADER in headers):
-        return BASE_HEADER in headers
-    raise Problem(400, "bad-base", f"{BASE_HEADER}: want it with Content-Type {PARTS_MEDIA_TYPE}, and only with it")
+    if media_type == PARTS_MEDIA_TYPE:
+        return True
+    for name in (BASE_HEADER, CHECKPOINTS_HEADER):
+        if name in headers:
+            raise Problem(400, "bad-base", f"{name}: want it with Content-Type {PARTS_MEDIA_TYPE} only")
+    return False
 
 
-async def open_base(
+def sources_of(key: str, headers: Headers) -> list[SourceVersion]:
+    """Return the versions that a body of parts copies ranges of.
+
+    Raises Problem, BadInput.
+    """
+    found: list[SourceVersion] = []
+    text = headers.get(BASE_HEADER)
+    if text is not None:
+        if not (text.isascii() and text.isdecimal() and len(text) <= VERSION_DIGITS_MAX and int(text)):
+            raise Problem(400, "bad-base", f"{BASE_HEADER} {text:.40}: want the number of a version of {key!r}")
+        found.append(SourceVersion(key, int(text)))
+    versions = headers.get(CHECKPOINTS_HEADER)
+    if versions is not None:
+        found += [SourceVersion(checkpoint_key_of(key), version) for version in parse_versions(versions)]
+    return found
+
+
+async def open_parts(
     gateway: Gateway, tenant: str, scopes: Collection[str], key: str, headers: Headers
 ) -> PartsReceiver | None:
     """Return the receiver of a body of parts; None for any other body.
 
-    Raises Problem, BaseUnusable, StoreUnavailable.
+    Raises Problem, BadInput, BaseUnusable, StoreUnavailable.
     """
     if not has_parts(headers):
         return None
-    text = headers[BASE_HEADER]
-    if not (text.isascii() and text.isdecimal() and len(text) <= VERSION_DIGITS_MAX and int(text)):
-        raise Problem(400, "bad-base", f"{BASE_HEADER} {text:.40}: want the number of a version of this key")
+    sources = sources_of(key, headers)
     if "read" not in scopes:
         raise Problem(
-            403, "missing-scope", f"{BASE_HEADER}: want a token with the scope read as well, or send all bytes"
+            403, "missing-scope", f"{PARTS_MEDIA_TYPE}: want a token with the scope read as well, or send all bytes"
         )
     for name in ("content-digest", "repr-digest", "content-md5", "x-content-sha256"):
         if name in headers:
             raise Problem(400, "bad-digest", f"{name}: not with a body of parts, which ends with its own digest")
-    with base_errors(key, int(text)):
-        manifest = await asyncio.to_thread(gateway.catalogue.manifest, tenant, key, int(text))
-        if not manifest.info.is_tree:
-            raise Corrupt("is no tree")
-    return PartsReceiver(gateway, manifest)
+    return PartsReceiver(gateway, await asyncio.to_thread(_read_manifests, gateway, tenant, sources))
+
+
+def _read_manifests(gateway: Gateway, tenant: str, sources: Sequence[SourceVersion]) -> list[Manifest]:
+    """Return the manifests of the sources. Raises BaseUnusable, StoreUnavailable."""
+    found = []
+    for source in sources:
+        with source_errors(source):
+            manifest = gateway.catalogue.manifest(tenant, source.key, source.version)
+            if not manifest.info.is_tree:
+                raise Corrupt("is no tree")
+            found.append(manifest)
+    return found
 
 
 @contextmanager
-def base_errors(key: str, version: int) -> Iterator[None]:
-    """Raise BaseUnusable for a base that is missing or damaged."""
+def source_errors(source: SourceVersion) -> Iterator[None]:
+    """Raise BaseUnusable for a source that is missing or damaged."""
     try:
         yield
     except (NotFound, Corrupt) as err:
-        raise BaseUnusable(f"{BASE_HEADER} {version}: key {key!r} has no such tree to copy from: {err}") from err
+        raise BaseUnusable(f"key {source.key!r} has no such tree to copy from: {err}") from err
 
 
 class PartsReceiver:
-    """The body of one upload, with the base of its ranges."""
+    """The body of one upload, with the sources of its ranges."""
 
-    def __init__(self, gateway: Gateway, base: Manifest) -> None:
-        self._gateway, self._base = gateway, base
-        self._decoder = PartsDecoder(base.size_bytes, int(gateway.bounds.body_bytes_max))
-        self._window = SegmentWindow(base, self._read_base)
+    def __init__(self, gateway: Gateway, sources: Sequence[Manifest]) -> None:
+        self._gateway = gateway
+        self._decoder = PartsDecoder([source.size_bytes for source in sources], int(gateway.bounds.body_bytes_max))
+        self._sources = CopySources(sources, self._read_source)
         self._tail = b""
         """The last bytes of the result so far, as many as a footer has."""
 
     @property
-    def base_version(self) -> int | None:
-        """The version that ranges are copied of; None for a backend that gets their bytes."""
-        return self._base.version if self._gateway.ingest.takes_ranges else None
+    def sources(self) -> tuple[SourceVersion, ...] | None:
+        """The versions that ranges are copied of; None for a backend that gets their bytes."""
+        if not self._gateway.ingest.takes_ranges:
+            return None
+        return tuple(SourceVersion(source.key, source.version) for source in self._sources.manifests)
 
     def result_digest(self, found: bytes) -> bytes:
         """Return the digest of the version, `found` that of all bytes that were passed on."""
@@ -151,11 +187,12 @@ class PartsReceiver:
             raise BadInput(f"{err}; send all bytes of what is no tree") from err
 
     async def _read(self, start: int, stop: int) -> memoryview:
-        with base_errors(self._base.key, self._base.version):
-            return await asyncio.to_thread(self._window.read, start, stop)
+        source, window, first = self._sources.locate(start)
+        with source_errors(SourceVersion(source.key, source.version)):
+            return await asyncio.to_thread(window.read, start - first, stop - first)
 
-    def _read_base(self, start: int, stop: int) -> bytes:
-        return self._gateway.catalogue.blob(self._base.tenant, self._base, start, stop).read()
+    def _read_source(self, source: Manifest, start: int, stop: int) -> bytes:
+        return self._gateway.catalogue.blob(source.tenant, source, start, stop).read()
 
     def _keep_tail(self, data: bytes | memoryview) -> None:
         self._tail = (self._tail + bytes(data[-FOOTER_BYTES:]))[-FOOTER_BYTES:]

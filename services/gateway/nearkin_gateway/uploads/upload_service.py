@@ -31,13 +31,14 @@ from nearkin_shared.formats.upload_parts import CopiedRange
 from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.observability import log_setup, tracing
 from nearkin_shared.preconditions import PRECONDITION, Precondition
+from nearkin_shared.reading.copy_sources import SourceVersion
 from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.utils.failpoints import failpoint
 
 _log = logging.getLogger("nearkin.gateway")
 
 UploadPiece: TypeAlias = bytearray | CopiedRange
-"""A frame of new bytes, or a range of the base."""
+"""A frame of new bytes, or a range of the sources."""
 
 HASHED_APART_BYTES = 256 * 1024
 """Frames above this are hashed on a thread: 0.9 ms of SHA-256 a frame would hold up every other request."""
@@ -114,11 +115,11 @@ async def find_committed(gateway: Gateway, tenant: str, key: str, origin: BlobOr
 
 
 class PartsDigest(Protocol):
-    """An upload with ranges of a base."""
+    """An upload with ranges of other versions."""
 
     @property
-    def base_version(self) -> int | None:
-        """The version that ranges are copied of; None for a backend that gets their bytes."""
+    def sources(self) -> tuple[SourceVersion, ...] | None:
+        """The versions that ranges are copied of; None for a backend that gets their bytes."""
 
     def result_digest(self, found: bytes) -> bytes:
         """Return the digest of the version, `found` that of all bytes that were passed on."""
@@ -163,7 +164,7 @@ async def take(gateway: Gateway, pieces: AsyncIterator[UploadPiece], new: NewBlo
         new.trace,
         new.precondition,
         origin.first_attempt_us,
-        None if new.parts is None else new.parts.base_version,
+        None if new.parts is None else new.parts.sources,
     )
     log_setup.bind(blob, new.tenant, new.trace)
     tracing.describe(new.trace, tracing.about(blob, new.tenant))
