@@ -19,7 +19,7 @@ from nearkin.client.http import Answer, Call, Conversation, T, blob_path
 from nearkin.client.streaming import Upload
 from nearkin_shared import results_json
 from nearkin_shared.errors import BadInput, Corrupt, PreconditionFailed, StoreUnavailable
-from nearkin_shared.formats.upload_parts import PARTS_MEDIA_TYPE
+from nearkin_shared.formats.upload_parts import CHECKPOINTS_MAX, PARTS_MEDIA_TYPE
 from nearkin_shared.preconditions import ANY, PRECONDITION, Precondition
 from nearkin_shared.results import Damage, Deletion, Explanation, PutResult, Stats, VersionInfo
 from nearkin_shared.validation import check_key, check_metadata, check_prefix, check_reason, check_version
@@ -30,6 +30,7 @@ Broken = Callable[[Damage], None] | None
 """Called with each version that a listing omits because it cannot be read."""
 
 PAGE_ENTRIES = 1000
+BLOBS_PATH, CHECKPOINTS_PATH = "/v1/blobs", "/v1/checkpoints"
 DEAD_LETTERS_MAX = 1000
 """Most letters in one request that the gateway accepts."""
 PUTS_IN_FLIGHT_MAX = 64
@@ -86,6 +87,10 @@ def accept(
         patience_seconds=wait_seconds if upload.is_rereadable else max(wait_seconds, commit_seconds),
         commit_seconds=commit_seconds,
     )
+    return _put_answer(key, answer, upload)
+
+
+def _put_answer(key: str, answer: Answer, upload: Upload) -> PutResult | AcceptedPut:
     if answer.status != 202:
         return _result_of(answer, answer.json(), upload)
     body = answer.json()
@@ -145,6 +150,43 @@ def await_commit(accepted: AcceptedPut, commit_seconds: float) -> Conversation[P
             )
             raise StoreUnavailable(f"key {accepted.key!r}: {why}: see {accepted.status_path} and the key's versions")
         pause_seconds = POLL_SECONDS
+
+
+def put_checkpoint(
+    key: str, upload: Upload, metadata: Mapping[str, str], commit_seconds: float
+) -> Conversation[PutResult]:
+    """Send a checkpoint of a backup of `key`, and wait for its commit."""
+    check_key(key)
+    check_metadata(metadata)
+    wait_seconds = min(WAIT_SECONDS, commit_seconds)
+    answer = yield Call(
+        "PUT",
+        blob_path(key, CHECKPOINTS_PATH),
+        {"wait": f"{wait_seconds:g}"},
+        upload.headers() | metadata_headers(metadata),
+        upload=upload,
+        patience_seconds=max(wait_seconds, commit_seconds),
+        commit_seconds=commit_seconds,
+    )
+    done = _put_answer(key, answer, upload)
+    return done if isinstance(done, PutResult) else (yield from await_commit(done, commit_seconds))
+
+
+def checkpoints(key: str) -> Conversation[list[VersionInfo]]:
+    """Ask for the checkpoints of a key, oldest first, at most CHECKPOINTS_MAX."""
+    check_key(key)
+    answer = yield Call("GET", f"{blob_path(key, CHECKPOINTS_PATH)}/versions", {"limit": str(CHECKPOINTS_MAX)})
+    page, damaged, _ = _page(answer, "versions", results_json.info_from)
+    for damage in damaged:
+        _warn(damage)
+    return page
+
+
+def delete_checkpoints(key: str) -> Conversation[int]:
+    """Delete the checkpoints of a key; return how many there were."""
+    check_key(key)
+    answer = yield Call("DELETE", blob_path(key, CHECKPOINTS_PATH), patience_seconds=60.0)
+    return _count_of(answer)
 
 
 def put(
@@ -235,6 +277,10 @@ def _change(method: str, path: str, key: str, version: int | None, reason: str) 
         check_version(version)
     params = ({} if version is None else {"version": str(version)}) | ({"reason": reason} if reason else {})
     answer = yield Call(method, path, params, {"Idempotency-Key": secrets.token_hex(16)}, patience_seconds=60.0)
+    return _count_of(answer)
+
+
+def _count_of(answer: Answer) -> int:
     count = answer.headers.get("x-nearkin-versions", "")
     if not (count.isascii() and count.isdecimal()):
         raise answer.foreign(f"X-Nearkin-Versions {count!r:.50}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from nearkin.client.http import Call, blob_path
 from nearkin_shared.errors import BadInput, Corrupt, NearkinError, RetryableError, SourceFailed, StoreUnavailable
-from nearkin_shared.formats.upload_parts import BASE_HEADER, PARTS_MEDIA_TYPE
+from nearkin_shared.formats.upload_parts import BASE_HEADER, CHECKPOINTS_HEADER, PARTS_MEDIA_TYPE, format_versions
 from nearkin_shared.results import VersionInfo
 from nearkin_shared.validation import Progress, Source, normalize_source
 
@@ -181,17 +181,25 @@ class Upload:
 
 
 class PartsUpload(Upload):
-    """A body of parts, with ranges of an earlier version."""
+    """A body of parts, with ranges of an earlier version and of checkpoints."""
 
-    def __init__(self, source: Source, base: int, base_bytes: int) -> None:
-        """`base`: the version of the same key, of `base_bytes`."""
+    def __init__(self, source: Source, base: int | None, source_bytes: int, checkpoints: Sequence[int] = ()) -> None:
+        """`base`: a version of the same key. `checkpoints`: of the key, ascending.
+
+        `source_bytes`: of all these.
+        """
         super().__init__(source)
-        self._base = base
-        self.patience_seconds = base_bytes / COPIED_BYTES_A_SECOND
+        self._base, self._checkpoints = base, checkpoints
+        self.patience_seconds = source_bytes / COPIED_BYTES_A_SECOND
 
     def headers(self) -> dict[str, str]:
         """Return the request headers."""
-        return super().headers() | {"Content-Type": PARTS_MEDIA_TYPE, BASE_HEADER: str(self._base)}
+        headers = super().headers() | {"Content-Type": PARTS_MEDIA_TYPE}
+        if self._base is not None:
+            headers[BASE_HEADER] = str(self._base)
+        if self._checkpoints:
+            headers[CHECKPOINTS_HEADER] = format_versions(self._checkpoints)
+        return headers
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the body from its start.
@@ -205,8 +213,10 @@ class PartsUpload(Upload):
 class Download:
     """The bytes [start, stop) of a version, over as many connections as needed."""
 
-    def __init__(self, info: VersionInfo, start: int, stop: int) -> None:
+    def __init__(self, info: VersionInfo, start: int, stop: int, prefix: str = "/v1/blobs") -> None:
+        """`prefix`: of the path that reads the version."""
         self._info = info
+        self._prefix = prefix
         self._position, self._stop = start, stop
         is_whole = (start, stop) == (0, info.size_bytes) and not info.is_tree
         self._hasher = blake3() if is_whole else None
@@ -230,7 +240,7 @@ class Download:
         headers = {"Accept": "application/octet-stream, application/problem+json"}
         if (self._position, self._stop) != (0, self._info.size_bytes):
             headers |= {"Range": f"bytes={self._position}-{self._stop - 1}", "If-Range": f'"{self._info.digest}"'}
-        return Call("GET", blob_path(self._info.key), {"version": str(self._info.version)}, headers)
+        return Call("GET", blob_path(self._info.key, self._prefix), {"version": str(self._info.version)}, headers)
 
     def on_headers(self, status: int, headers: Mapping[str, str]) -> None:
         """Check what the answer is about to send. Raises Corrupt."""

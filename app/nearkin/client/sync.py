@@ -14,7 +14,7 @@ import httpx
 from nearkin.blob import VersionFile
 from nearkin.client import requests
 from nearkin.client.http import unreachable
-from nearkin.client.streaming import Download, PartsUpload
+from nearkin.client.streaming import Download, PartsUpload, Upload
 from nearkin.client.sync_calls import GatewayCalls
 from nearkin_shared.errors import NearkinError
 from nearkin_shared.results import PutResult, VersionInfo
@@ -70,6 +70,25 @@ class RemoteStore(GatewayCalls):
         """
         commit_seconds = self._commit_seconds + upload.patience_seconds
         return self._hold(requests.put(key, upload, metadata, None, commit_seconds))
+
+    def checkpoints(self, key: str) -> list[VersionInfo]:
+        """Return the checkpoints of backups of `key`, oldest first, at most CHECKPOINTS_MAX.
+
+        Raises NotFound (the server takes none), AccessDenied, StoreUnavailable.
+        """
+        return self._hold(requests.checkpoints(key))
+
+    def put_checkpoint(self, key: str, upload: Upload, metadata: Mapping[str, str]) -> PutResult:
+        """Store a tree as a checkpoint of `key`. Raises as `put` does."""
+        return self._hold(requests.put_checkpoint(key, upload, metadata, self._commit_seconds))
+
+    def delete_checkpoints(self, key: str) -> int:
+        """Delete the checkpoints of `key`; return how many. Raises AccessDenied, StoreUnavailable."""
+        return self._hold(requests.delete_checkpoints(key))
+
+    def open_checkpoint(self, info: VersionInfo, start: int, stop: int) -> RemoteBlob:
+        """Return the bytes [start, stop) of a checkpoint that `info` described."""
+        return RemoteBlob(self, info, start, requests.check_range(info, start, stop), requests.CHECKPOINTS_PATH)
 
     def open_range(self, info: VersionInfo, start: int, stop: int) -> RemoteBlob:
         """Return the bytes [start, stop) of a version that `info` described."""
@@ -131,9 +150,13 @@ class RemoteStore(GatewayCalls):
 class RemoteBlob(VersionFile):
     """A version behind a gateway as a file; the gateway verifies each chunk."""
 
-    def __init__(self, store: RemoteStore, info: VersionInfo, start: int, stop: int) -> None:
+    def __init__(
+        self, store: RemoteStore, info: VersionInfo, start: int, stop: int, prefix: str = requests.BLOBS_PATH
+    ) -> None:
+        """`prefix`: of the path that reads the version."""
         super().__init__(info, stop - start)
         self._store = store
+        self._prefix = prefix
         self._start = start
 
     def _pieces_of(self, start: int, stop: int) -> Generator[memoryview, None, None]:
@@ -141,7 +164,7 @@ class RemoteBlob(VersionFile):
 
         The BLAKE3 of a whole version is compared here too, before its last bytes are yielded.
         """
-        download = Download(self.info, self._start + start, self._start + stop)
+        download = Download(self.info, self._start + start, self._start + stop, self._prefix)
         while not download.is_complete:
             response, pieces, piece = self._store.open_download(download)
             failure: NearkinError | None = None

@@ -13,6 +13,7 @@ import logging
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from heapq import heappop, heappush, heapreplace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -34,6 +35,15 @@ EntryT = TypeVar("EntryT")
 _log = logging.getLogger("nearkin")
 
 
+class RemoteSource(NamedTuple):
+    """A version on a server, of which an upload copies ranges."""
+
+    number: int
+    """Among the sources of the upload."""
+    checkpoint: Mapping[str, str] | None = None
+    """Metadata of a checkpoint; None: a complete version."""
+
+
 class ParentTree(NamedTuple):
     """An earlier version of a tree."""
 
@@ -41,16 +51,19 @@ class ParentTree(NamedTuple):
     manifest: Manifest | None
     """None: the version is on a server, which takes ranges of it."""
     read_range: ReadRange
+    remote: RemoteSource = RemoteSource(0)
 
     @property
     def is_checkpoint(self) -> bool:
         """Whether it is an unfinished version."""
+        if self.remote.checkpoint is not None:
+            return True
         return self.manifest is not None and self.manifest.key.startswith(RESERVED_PREFIX)
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Of the version, in this store; nothing of one on a server."""
-        return {} if self.manifest is None else self.manifest.metadata
+        """Of the version, in this store; on a server of a checkpoint alone."""
+        return (self.remote.checkpoint or {}) if self.manifest is None else self.manifest.metadata
 
 
 class FoundEntry(NamedTuple):
@@ -126,6 +139,34 @@ def parent_entries(parents: Sequence[ParentTree]) -> Iterator[tuple[EntryKey, Fo
             _log.warning("%s: files behind the damage are read", err)
 
 
+def merged_entries(parents: Sequence[ParentTree]) -> Iterator[tuple[EntryKey, FoundEntry]]:
+    """Yield the entries of trees whose keys overlap, in order.
+
+    Of each key the entry of the first tree that has it.
+    """
+    waiting = sorted(((parent.reader.first_key, rank) for rank, parent in enumerate(parents)), reverse=True)
+    heap: list[tuple[EntryKey, int, FoundEntry, Iterator[tuple[EntryKey, FoundEntry]]]] = []
+    last: EntryKey | None = None
+    while heap or waiting:
+        while waiting and (not heap or waiting[-1][0] <= heap[0][0]):  # few trees are read at a time
+            rank = waiting.pop()[1]
+            stream = parent_entries([parents[rank]])
+            for key, found in stream:
+                heappush(heap, (key, rank, found, stream))
+                break
+        if not heap:
+            continue
+        key, rank, found, stream = heap[0]
+        following = next(stream, None)
+        if following is None:
+            heappop(heap)
+        else:
+            heapreplace(heap, (following[0], rank, following[1], stream))
+        if key != last:
+            yield key, found
+            last = key
+
+
 class ReusedContent:
     """The content of consecutive unchanged files, as a range of a parent."""
 
@@ -155,7 +196,7 @@ class ReusedContent:
         if parent is None or start == stop:
             return
         if parent.manifest is None:
-            self._tree.copy_range(start, stop)
+            self._tree.copy_range(start, stop, parent.remote.number)
         else:
             self._take_segments(parent, parent.manifest, start, stop, stops)
         self._progress(stop - start)

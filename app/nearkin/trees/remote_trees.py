@@ -12,25 +12,29 @@ Invariant: a tree whose parts the server did not join to what the client made is
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, cast
 
-from nearkin.client.streaming import PartsUpload
-from nearkin.trees.backup import TreeBackup
+from nearkin.client.streaming import PartsUpload, Upload
+from nearkin.trees.backup import READ_BYTES_FIELD, CheckpointOptions, TreeBackup
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, ComparisonOptions
 from nearkin.trees.byte_pipe import BytePipe
-from nearkin.trees.parent_tree import ParentTree
+from nearkin.trees.checkpointed_tree import CheckpointedTree, CheckpointSink
+from nearkin.trees.remote_sources import RemoteSources
 from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
 from nearkin.trees.store_backup import BackupResult, metadata_of, tree_metadata
 from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult, open_import
 from nearkin.trees.tree_comparison import TreeComparison
 from nearkin.trees.tree_restore import TreeRestore
 from nearkin.trees.tree_sinks import PartsSink, StreamSink, TreeSink
-from nearkin_shared.errors import AccessDenied, BaseUnusable, Corrupt, FormatTooNew, NotFound
+from nearkin_shared.errors import AccessDenied, BadInput, BaseUnusable, Corrupt, FormatTooNew, NotFound
 from nearkin_shared.reading.tree_reader import TreeReader
-from nearkin_shared.validation import check_user_key
+from nearkin_shared.results import CONTENT_TYPE_TREE
+from nearkin_shared.validation import CONTENT_TYPE, check_user_key
 
 if TYPE_CHECKING:
     from nearkin.client.sync import RemoteStore
@@ -75,19 +79,18 @@ def back_up_remote(
             return BackupResult(None, counts)
     if not options.comparison.force_rescan:
         try:
-            result = _send_changes(store, key, paths, options, counts)
+            return BackupResult(_send_changes(store, key, paths, options, counts), counts)
         except (BaseUnusable, NotFound) as err:
             _log.info("backup of %r: all files are read and sent: %s", key, err)
             _set_counts(counts, BackupCounts())
-        else:
-            if result is not None:
-                return BackupResult(result, counts)
     reading_all = replace(options, comparison=ComparisonOptions(force_rescan=True))
     stream = open_tree_stream(TreeBackup(paths, reading_all, counts))
     try:
         result = store.put(key, cast("BinaryIO", stream), metadata=metadata_of(options))
     finally:
         stream.close()
+    with suppress(NotFound, AccessDenied, BadInput):  # a server may have none
+        store.delete_checkpoints(key)
     return BackupResult(result, counts)
 
 
@@ -99,37 +102,78 @@ def _set_counts(counts: BackupCounts, found: BackupCounts) -> None:
 
 def _send_changes(
     store: RemoteStore, key: str, paths: Sequence[str | Path], options: BackupOptions, counts: BackupCounts
-) -> PutResult | None:
-    """Store a tree as changes of the newest one; None if there is none that can be read.
+) -> PutResult:
+    """Store a tree as changes of the newest one and of checkpoints.
 
-    Raises BaseUnusable or NotFound for a version that is deleted, damaged, or not open to the token.
+    Raises BaseUnusable or NotFound where the server takes no ranges, for a version that is deleted, damaged, or not
+    open to the token.
     """
     try:
-        base = store.newest_base(key)
-        if base is None or not base.is_tree:
-            return None
-        reader = _open_tree(store, base)
+        sources = RemoteSources.open(store, key)
     except (AccessDenied, Corrupt, FormatTooNew) as err:  # a token that may only write, or a damaged version
         raise BaseUnusable(str(err)) from err
-    parent = ParentTree(reader, None, reader.read_range)
     changing = replace(options, skip_if_unchanged=False)
-    backup = TreeBackup(paths, changing, counts, parents=lambda: [parent])
-    made: list[TreeEnd] = []
+    metadata = metadata_of(options)
+    checkpoint = CheckpointOptions("", {}, within_files=False)
+    backup = TreeBackup(paths, changing, counts, parents=sources.parents, checkpoint=checkpoint)
+    earlier_bytes = sources.checkpoint_bytes
+
+    def send(file: BinaryIO, new_bytes: int) -> PutResult:
+        fields = {CONTENT_TYPE: CONTENT_TYPE_TREE, READ_BYTES_FIELD: str(earlier_bytes + new_bytes)}
+        return store.put_checkpoint(key, Upload(file), fields)
+
+    sink = CheckpointSink(send, len(sources.versions))
+    tree = CheckpointedTree(sink, backup.root, socket.gethostname())
+    try:
+        digest = backup.write_to(tree, sink)
+        sink.finish()
+    finally:
+        sink.abort()
+    for outgoing in sink.ended:
+        sources.add(replace(outgoing.done.result().info, key=key))
+    result = _send_ranges(store, key, metadata, sources, sink, tree, digest)
+    if sources.has_checkpoints:
+        store.delete_checkpoints(key)
+    return result
+
+
+def _send_ranges(
+    store: RemoteStore,
+    key: str,
+    metadata: dict[str, str],
+    sources: RemoteSources,
+    sink: CheckpointSink,
+    tree: CheckpointedTree,
+    digest: bytes,
+) -> PutResult:
+    """Store a tree whose new bytes are in checkpoints, or held.
+
+    Raises BaseUnusable, Corrupt, and what a put raises.
+    """
+    used = sources.used(sink.ranges)
+    held, held_source = memoryview(sink.last.held), len(sources.versions)
 
     def write(file: BinaryIO) -> None:
-        sink = PartsSink(file, reader.read_range)
-        digest = backup.write(sink)
-        sink.end(digest)
-        made.append(TreeEnd(sink.size_bytes, digest))
+        parts = PartsSink(file, used.read_range)
+        for source, start, stop in sink.ranges:
+            if source == held_source:
+                parts.write(held[start:stop])
+            else:
+                parts.copy_range(used.starts[source] + start, used.starts[source] + stop)
+        for part in tree.ending():
+            parts.write(part)
+        parts.end(digest)
 
     stream = BytePipe(write, "tree")
     try:
         body = stream.read_ahead(AHEAD_BYTES_MAX)  # sent again where the connection breaks
-        upload = PartsUpload(cast("BinaryIO", stream) if body is None else body, base.version, base.size_bytes)
-        result = store.put_parts(key, upload, metadata_of(options))
+        source = cast("BinaryIO", stream) if body is None else body
+        upload = PartsUpload(source, used.base, used.size_bytes, used.checkpoints)
+        result = store.put_parts(key, upload, metadata)
     finally:
         stream.close()
-    _check_result(store, result.info, made[0])
+    size_bytes = sink.size_bytes + tree.ending_bytes
+    _check_result(store, result.info, TreeEnd(size_bytes, digest))
     return result
 
 

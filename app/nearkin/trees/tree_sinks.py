@@ -56,8 +56,8 @@ class TreeSink(SupportsBorders, Protocol):
     def splice(self, segments: Locations, lengths: U32) -> None:
         """Append stored segments of these lengths."""
 
-    def copy_range(self, start: int, stop: int) -> None:
-        """Append the bytes [start, stop) of the parent."""
+    def copy_range(self, start: int, stop: int, source: int = 0) -> None:
+        """Append the bytes [start, stop) of a parent on a server, the source of this number."""
 
     def keep_alive(self) -> None:
         """Note that the tree goes on, though no bytes are written."""
@@ -95,7 +95,7 @@ class StoreSink:
         """Append stored segments of these lengths."""
         self._writer.splice(self._blob, segments, lengths)
 
-    def copy_range(self, start: int, stop: int) -> None:
+    def copy_range(self, start: int, stop: int, source: int = 0) -> None:
         """Refuse: segments are taken over from a parent in this store. Raises BadInput."""
         raise BadInput(f"bytes {start} to {stop} of a parent cannot be copied: it has no segments here")
 
@@ -156,7 +156,7 @@ class StreamSink:
         """Refuse: a server takes no segments of earlier versions. Raises BadInput."""
         raise BadInput("segments of an earlier version cannot be taken over through a server")
 
-    def copy_range(self, start: int, stop: int) -> None:
+    def copy_range(self, start: int, stop: int, source: int = 0) -> None:
         """Refuse: the stream has bytes alone. Raises BadInput."""
         raise BadInput(f"bytes {start} to {stop} of a parent cannot be copied into a stream of bytes")
 
@@ -192,8 +192,8 @@ class PartsSink(StreamSink):
         self._read_parent = read_parent
         self._sent_at = time.monotonic()
 
-    def copy_range(self, start: int, stop: int) -> None:
-        """Append the bytes [start, stop) of the parent."""
+    def copy_range(self, start: int, stop: int, source: int = 0) -> None:
+        """Append the bytes [start, stop) of the sources, which are end to end."""
         if self._encoder.records >= COPIED_RECORDS_MAX:
             while start < stop:
                 data = self._read_parent(start, min(stop, start + STREAM_BUFFER_BYTES))

@@ -187,9 +187,9 @@ class TreeWriter:
         self._sink.splice(segments, lengths)
         self._borders = FileBorders(self._sink)
 
-    def copy_range(self, start: int, stop: int) -> None:
-        """Take over the bytes [start, stop) of a parent on a server."""
-        self._sink.copy_range(start, stop)
+    def copy_range(self, start: int, stop: int, source: int) -> None:
+        """Take over the bytes [start, stop) of a parent on a server, the source of this number."""
+        self._sink.copy_range(start, stop, source)
         self._borders = FileBorders(self._sink)
 
     def checkpoint(

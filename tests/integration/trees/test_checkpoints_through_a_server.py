@@ -1,0 +1,217 @@
+"""Checkpoints of backups through a real gateway."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nearkin
+from nearkin.client.streaming import Upload
+from nearkin.client.sync import RemoteStore
+from nearkin.trees import checkpoint_schedule, checkpointed_tree, tree_sinks, tree_writer
+from nearkin.trees.backup import TreeBackup
+from nearkin.trees.backup_walk import BackupCounts
+from nearkin_gateway.auth import tokens
+from nearkin_shared.errors import AccessDenied, NotFound
+from nearkin_shared.formats.upload_parts import PARTS_MEDIA_TYPE
+from tests.support.checks.waiting import until
+from tests.support.servers.gateways import RunningGateway, embedded, running
+
+FILES, FILE_BYTES = 120, 30_000
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
+    with running(embedded(tmp_path / "store")) as found:
+        yield found
+
+
+@pytest.fixture
+def server(gateway: RunningGateway) -> Iterator[RemoteStore]:
+    with nearkin.connect(gateway.url) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def _small_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a checkpoint after each 300 KB."""
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_FIRST", 300_000)
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_MIN", 300_000)
+    monkeypatch.setattr(checkpointed_tree, "HELD_BYTES_MAX", 100_000)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    for number in range(FILES):
+        path = folder / f"{number // 10}" / f"{number:03}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(FILE_BYTES))
+    os.link(folder / "0" / "000", folder / "link")
+    (folder / "empty").touch()
+    time.sleep(1.1)
+    return folder
+
+
+class Died(Exception):
+    """Ends a run."""
+
+
+def run_until(server: RemoteStore, source: Path, files: int) -> BackupCounts:
+    """Run a backup that ends by an error after so many files were read."""
+    counts = BackupCounts()
+    read = TreeBackup._read_file
+
+    def failing(backup: TreeBackup, *arguments: object) -> None:
+        if counts.read_bytes >= files * FILE_BYTES:
+            raise Died
+        read(backup, *arguments)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeBackup, "_read_file", failing)
+        with pytest.raises(Died):
+            server.backup("home", [source], counts=counts)
+    return counts
+
+
+def check_whole(server: RemoteStore, source: Path, target: Path) -> None:
+    assert server.restore("home", target).is_complete
+    subprocess.run(["diff", "-r", source, target], check=True)
+    assert server.checkpoints("home") == []
+
+
+def test_next_run_continues_behind_the_checkpoints(server: RemoteStore, source: Path, tmp_path: Path) -> None:
+    """A run that ends early leaves what it read; the next one reads the rest, and no listing shows a part."""
+    run_until(server, source, 60)
+    assert len(server.checkpoints("home")) >= 4
+    assert server.versions(all_versions=True) == []
+    with pytest.raises(NotFound):
+        server.info("home")
+    result = server.backup("home", [source])
+    assert result.is_complete
+    assert result.counts.reused_bytes >= 50 * FILE_BYTES
+    assert result.counts.read_bytes + result.counts.reused_bytes == FILES * FILE_BYTES
+    check_whole(server, source, tmp_path / "target")
+    assert [(info.key, info.version) for info in server.versions(all_versions=True)] == [("home", 1)]
+
+
+def test_several_runs_that_end_early_are_continued(server: RemoteStore, source: Path, tmp_path: Path) -> None:
+    """Files of the newest version and of the checkpoints of two runs alternate."""
+    assert server.backup("home", [source]).is_complete
+    for number in range(0, FILES, 2):
+        (source / f"{number // 10}" / f"{number:03}").write_bytes(os.urandom(FILE_BYTES))
+    time.sleep(1.1)
+    run_until(server, source, 30)
+    for number in range(0, FILES, 6):
+        (source / f"{number // 10}" / f"{number:03}").write_bytes(os.urandom(FILE_BYTES))
+    time.sleep(1.1)
+    counts = run_until(server, source, 20)
+    assert counts.reused_bytes
+    result = server.backup("home", [source])
+    assert result.counts.read_bytes + result.counts.reused_bytes == FILES * FILE_BYTES
+    assert result.counts.read_bytes < 36 * FILE_BYTES
+    check_whole(server, source, tmp_path / "target")
+
+
+def test_ranges_beyond_the_limit_are_read_and_sent(
+    server: RemoteStore, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of the base and of checkpoints are read from the server, where a body would have too many ranges."""
+    assert server.backup("home", [source]).is_complete
+    for number in range(0, FILES, 3):
+        (source / f"{number // 10}" / f"{number:03}").write_bytes(os.urandom(FILE_BYTES))
+    time.sleep(1.1)
+    run_until(server, source, 25)
+    monkeypatch.setattr(tree_sinks, "COPIED_RECORDS_MAX", 7)
+    result = server.backup("home", [source])
+    assert result.counts.reused_bytes > 80 * FILE_BYTES
+    check_whole(server, source, tmp_path / "target")
+
+
+def test_deleted_checkpoints_send_all_bytes(server: RemoteStore, source: Path, tmp_path: Path) -> None:
+    """A checkpoint that another backup of the key deletes ends in a second reading, not in a wrong version."""
+    read = TreeBackup._read_file
+    deleted: list[int] = []
+
+    def deleting(backup: TreeBackup, *arguments: object) -> None:
+        if backup.counts.read_bytes == 100 * FILE_BYTES and not deleted:
+            deleted.append(server.delete_checkpoints("home"))
+        read(backup, *arguments)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeBackup, "_read_file", deleting)
+        result = server.backup("home", [source])
+    assert deleted[0] > 4
+    assert result.counts.read_bytes == FILES * FILE_BYTES
+    check_whole(server, source, tmp_path / "target")
+
+
+def test_checkpoint_ends_while_no_bytes_are_read(
+    server: RemoteStore, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upload of a checkpoint is not left silent while unchanged files are compared."""
+    monkeypatch.setattr(checkpointed_tree, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_FIRST", 1 << 40)
+    monkeypatch.setattr(tree_writer, "GROUP_ROWS_MIN", 1)
+    monkeypatch.setattr(tree_writer, "GROUP_ROWS_MAX", 10)
+    run_until(server, source, 100)
+    until(lambda: server.checkpoints("home"))
+    server.backup("home", [source])
+    check_whole(server, source, tmp_path / "target")
+
+
+def test_checkpoints_older_than_the_version_are_not_used(server: RemoteStore, source: Path, tmp_path: Path) -> None:
+    run_until(server, source, 60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteStore, "delete_checkpoints", lambda *_: 0)  # a client that dies before it deletes them
+        server.backup("home", [source])
+    left = server.checkpoints("home")
+    assert left
+    names: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        opened = RemoteStore.open_checkpoint
+        patch.setattr(
+            RemoteStore, "open_checkpoint", lambda *arguments: names.append(arguments[1].key) or opened(*arguments)
+        )
+        assert server.backup("home", [source]).counts.read_bytes == 0
+    assert names == []
+    check_whole(server, source, tmp_path / "target")
+
+
+def test_checkpoints_are_those_of_tenant_and_scope(tmp_path: Path, source: Path) -> None:
+    """Only who may read or write the key of the tenant reaches them; a token of both needs no other scope."""
+    file = tmp_path / "tokens.json"
+    scopes = {"backup": ("read", "write"), "reader": ("read",), "writer": ("write",)}
+    text = {name: tokens.create(file, "default", some)[0] for name, some in scopes.items()}
+    text["other"] = tokens.create(file, "other", ["read", "write", "delete", "admin"])[0]
+    settings = embedded(tmp_path / "store", {"auth": {"tokens_file": str(file)}})
+    with running(settings) as gateway:
+        opened = {name: nearkin.connect(gateway.url, token) for name, token in text.items()}
+        run_until(opened["backup"], source, 60)
+        (first, *_) = opened["backup"].checkpoints("home")
+        assert opened["reader"].checkpoints("home")[0] == first
+        for call in (
+            lambda: opened["writer"].checkpoints("home"),
+            lambda: opened["reader"].delete_checkpoints("home"),
+            lambda: opened["reader"].put_checkpoint("home", Upload(b""), {}),
+            lambda: opened["other"].put_checkpoint("home", Upload(b""), {}),
+        ):
+            with pytest.raises(AccessDenied):
+                call()
+        assert opened["other"].checkpoints("home") == []
+        assert opened["other"].delete_checkpoints("home") == 0
+        with pytest.raises(NotFound):
+            opened["other"].open_checkpoint(first, 0, 1).read()
+        headers = {"Content-Type": PARTS_MEDIA_TYPE, "Nearkin-Checkpoints": str(first.version)}
+        with gateway.client(text["backup"]) as client:
+            assert client.put("/v1/blobs/another", content=b"", headers=headers).status_code == 409
+        assert opened["backup"].backup("home", [source]).counts.reused_bytes >= 50 * FILE_BYTES
+        assert opened["writer"].backup("other", [source]).counts.read_bytes == FILES * FILE_BYTES
+        check_whole(opened["backup"], source, tmp_path / "target")
+        for store in opened.values():
+            store.close()
