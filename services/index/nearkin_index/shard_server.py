@@ -1,6 +1,7 @@
 """Run one index shard: complete its index, then answer.
 
     folder/NUMBER-of-COUNT/   LMDB and the snapshot of the tags; may be deleted: the next start makes it again
+    folder/shared-state.db    of the first shard: the lease and other values that the fleet shares (`state_file`)
 
 At the start the index is rebuilt if it is damaged, of an older format, or may have entries of deleted data. Then
 entries that the store has and the index lacks are added.
@@ -22,6 +23,7 @@ import uvicorn
 
 from nearkin_index.shard_app import ShardApp, ShardCalls
 from nearkin_index.shard_index import ShardIndex
+from nearkin_index.state_file import StateFile
 from nearkin_shared.errors import ConfigError, IndexDamaged, NearkinError, NotFound
 from nearkin_shared.index.shards.key_ranges import SHARDS_MAX
 from nearkin_shared.index.tablets.tablet_tables import Directories, TabletOptions
@@ -54,7 +56,7 @@ class ShardOptions:
         if not 0 <= self.number < self.count:
             raise ConfigError(f"--shard {self.number}: of {self.count} shards, give 0 to {self.count - 1}")
         if not self.token and not _is_loopback(self.host):
-            raise ConfigError(f'--host "{self.host}": without --token-file only loopback is served')
+            raise ConfigError(f'--host "{self.host}": without a token only loopback is served')
 
 
 @frozen
@@ -126,11 +128,12 @@ def _completed(index: ShardIndex, store: ShardStore, *, is_new: bool) -> bool:
 class ShardServer:
     """One shard: its HTTP server, and the thread that completes its index."""
 
-    def __init__(self, options: ShardOptions, store: ShardStore) -> None:
-        self._options, self._store = options, store
+    def __init__(self, options: ShardOptions, store: ShardStore, state: StateFile | None = None) -> None:
+        """`state`: the fleet's shared state, of the first shard; `run` closes it."""
+        self._options, self._store, self._state = options, store, state
         position = f"{options.number}/{options.count}/{store.store_id}"
         self._stopping = threading.Event()
-        self.shard: ShardApp = ShardApp(position, options.token, self.stop)
+        self.shard: ShardApp = ShardApp(position, options.token, self.stop, state)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self.shard.app,
@@ -163,6 +166,8 @@ class ShardServer:
             self.shard.calls = None
             if self.index is not None:
                 self.index.close()
+            if self._state is not None:
+                self._state.close()
 
     @property
     def is_listening(self) -> bool:
@@ -185,6 +190,6 @@ class ShardServer:
                 _log.warning("index shard %d: waiting: %s", self._options.number, err)
                 self._stopping.wait(RETRY_SECONDS)
             else:
-                self.shard.calls = ShardCalls(self.index)
+                self.shard.calls = ShardCalls(self.index, self._store.container_ids)
                 _log.warning("index shard %d of %d: ready", self._options.number, self._options.count)
                 return

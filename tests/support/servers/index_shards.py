@@ -12,6 +12,7 @@ from typing import Any
 
 from nearkin_index.shard_index import ShardIndex
 from nearkin_index.shard_server import ShardOptions, ShardServer, ShardStore
+from nearkin_index.state_file import StateFile
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.index.container_entries import ContainerEntries
@@ -83,7 +84,8 @@ def free_port() -> int:
 def shard_server(folder: Path, shelf: ContainerShelf, number: int, count: int) -> Iterator[tuple[ShardServer, str]]:
     """Run a shard in a thread; yield it and its URL."""
     options = ShardOptions(number, count, folder, port=free_port(), token=TOKEN, map_bytes=64 * MIB)
-    server = ShardServer(options, shelf.store_of(number, count))
+    state = StateFile(folder, lease_wait_seconds=0) if number == 0 else None
+    server = ShardServer(options, shelf.store_of(number, count), state)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:

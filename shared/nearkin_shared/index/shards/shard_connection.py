@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from blake3 import blake3
 
 from nearkin_shared.errors import BadInput, ConfigError, StoreUnavailable
 from nearkin_shared.index.shards.shard_messages import SHARD_HEADER, decode_answer, encode
@@ -20,7 +21,13 @@ TIMEOUT_SECONDS = 30.0
 RETRIES = 5
 PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.05, 2.0
 CONNECTIONS_MAX = 16
+_CONTEXT = "nearkin 2026 token of index shards"
 _AGAIN = {429, 500, 502, 503, 504}
+
+
+def shard_token(secret: bytes) -> str:
+    """Return the token of a store's shards, which all processes with the store's secret have."""
+    return blake3(secret, derive_key_context=_CONTEXT).hexdigest()
 
 
 class ShardConnection:

@@ -17,6 +17,7 @@ from nearkin_shared.errors import BadInput
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.index.container_entries import FEATURE_KEY_BYTES
 from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary, MarkedVersion
+from nearkin_shared.index.shards.state_messages import STATE_ANSWERS, STATE_REQUESTS
 from nearkin_shared.limits import MIB
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, Locations
 
@@ -164,6 +165,7 @@ class CatalogPage(Struct, frozen=True):
     prefix: Name
     key: Name = ""
     version: Id | None = None
+    count: Annotated[int, Meta(ge=1, le=ROWS_A_PAGE)] = ROWS_A_PAGE
 
 
 class Versions(Struct, frozen=True):
@@ -185,6 +187,16 @@ class Generation(Struct, frozen=True):
     at_least: Id = 0
 
 
+class MissingContainer(Struct, frozen=True):
+    """Reports a container that an entry names and the store lacks."""
+
+    container: Id
+
+
+class ReadyRequest(Struct, frozen=True):
+    """Asks whether the shard's index is complete."""
+
+
 Entries = list[CatalogEntry]
 Summaries = list[ContainerSummary]
 REQUESTS: dict[str, type[Any]] = {
@@ -199,6 +211,9 @@ REQUESTS: dict[str, type[Any]] = {
     "catalog": CatalogPage,
     "containers": ContainerPage,
     "generation": Generation,
+    "report": MissingContainer,
+    "ready": ReadyRequest,
+    **STATE_REQUESTS,
 }
 ANSWERS: dict[str, Any] = {
     "locate": Located,
@@ -206,6 +221,8 @@ ANSWERS: dict[str, Any] = {
     "catalog": Entries,
     "containers": Summaries,
     "generation": int,
+    "ready": bool,
+    **STATE_ANSWERS,
 }
 """Answers that are not empty."""
 _encode = msgspec.msgpack.Encoder().encode

@@ -24,11 +24,15 @@ from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary, M
 from nearkin_shared.index.shards import shard_messages as messages
 from nearkin_shared.index.shards.key_ranges import SHARDS_MAX, owners_of_keys, part_of
 from nearkin_shared.index.shards.shard_connection import RETRIES, TIMEOUT_SECONDS, ShardConnection
-from nearkin_shared.index.shards.shard_messages import KEYS_A_REQUEST, bytes_of
+from nearkin_shared.index.shards.shard_messages import KEYS_A_REQUEST, ROWS_A_PAGE, bytes_of
+from nearkin_shared.index.shards.shard_shared_state import SCOPE, STATE_TIMEOUT_SECONDS, ShardSharedState
+from nearkin_shared.observability import metrics
 from nearkin_shared.types import U8, U32, U64, Bools, Locations
 
 CHUNKS_A_REQUEST = 1 << 18
 """Chunks of the containers in one request: at most 14 MB of entries for one shard."""
+ROWS_FIRST_MIN = 16
+"""Least number of versions read at once: a key may have several."""
 ROWS_A_REQUEST = 1000
 """Versions in one request: each at most 10 KB."""
 
@@ -63,6 +67,9 @@ class ShardedIndex:
             for number, url in enumerate(urls)
         ]
         self._threads = ThreadPoolExecutor(4 * len(urls), "nearkin-shards")
+        seconds = min(timeout_seconds, STATE_TIMEOUT_SECONDS)
+        first = ShardConnection(urls[0], f"0/{len(urls)}/{store_id}", token, timeout_seconds=seconds, retries=retries)
+        self.state: ShardSharedState = ShardSharedState(first)
 
     def for_domain(self, domain: bytes) -> ShardedIndex:
         """Return the index seen from another domain.
@@ -71,7 +78,28 @@ class ShardedIndex:
         """
         other = ShardedIndex.__new__(ShardedIndex)
         other._domain, other._shards, other._threads = domain, self._shards, self._threads
+        other.state = self.state
         return other
+
+    @property
+    def fence_scope(self) -> str:
+        """Return the name of the file that counts the leases. Raises StoreUnavailable."""
+        return (self.state.get(SCOPE) or b"").decode()
+
+    def check(self) -> bool:
+        """Return whether some shard is not complete. Raises StoreUnavailable, if one is away."""
+        is_complete = all(self._call_all("ready", messages.ReadyRequest()))
+        metrics.INDEX_WHOLE.labels("shards").set(is_complete)
+        return not is_complete
+
+    @property
+    def has_catalog(self) -> bool:
+        """Return whether the first shard is complete. Raises StoreUnavailable, if it is away."""
+        return bool(self._shards[0].call("ready", messages.ReadyRequest()))
+
+    def report_missing(self, container: int) -> None:
+        """Report a container that the store lacks: shards that list it are rebuilt."""
+        self._call_all("report", messages.MissingContainer(int(container)))
 
     # --- lookups -----------------------------------------------------------------------------------------------------
 
@@ -199,10 +227,24 @@ class ShardedIndex:
 
     def catalog(self, tenant: str, prefix: str = "") -> Iterator[CatalogEntry]:
         """Yield the versions of all keys that start with `prefix`, by key and version."""
-        request = messages.CatalogPage(tenant, prefix)
+        return self._entries(messages.CatalogPage(tenant, prefix))
+
+    def catalog_after(
+        self, tenant: str, prefix: str, key: str, version: int | None, count: int = ROWS_A_PAGE
+    ) -> Iterator[CatalogEntry]:
+        """Yield the entries of `catalog` after `key`; with `version`, after that version of it.
+
+        The first request is for `count` entries.
+        """
+        first_count = max(ROWS_FIRST_MIN, min(count, ROWS_A_PAGE))
+        return self._entries(messages.CatalogPage(tenant, prefix, key, version, first_count))
+
+    def _entries(self, request: messages.CatalogPage) -> Iterator[CatalogEntry]:
         while page := self._shards[0].call("catalog", request):
             yield from page
-            request = messages.CatalogPage(tenant, prefix, page[-1].key, page[-1].version)
+            if len(page) < request.count:
+                return
+            request = messages.CatalogPage(request.tenant, request.prefix, page[-1].key, page[-1].version)
 
     def manifest_names(self, tenant: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (key, version) as `catalog` orders them."""
@@ -226,3 +268,4 @@ class ShardedIndex:
         self._threads.shutdown()
         for shard in self._shards:
             shard.close()
+        self.state.close()
