@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import httpx
@@ -25,50 +23,19 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import BadInput, ConfigError, StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.index.container_entries import ContainerEntries
+from nearkin_shared.index.shards.shard_connection import shard_token
 from nearkin_shared.index.shards.shard_messages import BODY_BYTES_MAX, SHARD_HEADER
 from nearkin_shared.index.shards.sharded_index import ShardedIndex
 from nearkin_shared.limits import MIB
 from nearkin_shared.objectstore.factory import open_store_of
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
+from tests.support.checks.waiting import until
 from tests.support.data.stores import SMALL
 from tests.support.data.stores import settings as chosen
-from tests.support.servers.server import Server
+from tests.support.servers.shard_process import ShardProcess
 
 COUNT = 3
-TOKEN = "a token of 3 shards"
-
-
-class ShardProcess(Server):
-    """One shard of a store, over its folder and port."""
-
-    name = "index-shard"
-
-    def __init__(self, folder: Path, store: Path, number: int, token_file: Path, count: int = COUNT) -> None:
-        super().__init__(folder / f"{number}")
-        self._store, self._number, self._count, self._token_file = store, number, count, token_file
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def environment(self) -> Mapping[str, str]:
-        return {
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "NEARKIN_STORE": str(self._store),
-            "NEARKIN_INDEX__MAP_BYTES": str(64 * MIB),
-        }
-
-    def command(self) -> list[str]:
-        place = ["--folder", str(self.folder / "index"), "--port", str(self.port)]
-        numbers = ["--shard", str(self._number), "--of", str(self._count), "--token-file", str(self._token_file)]
-        return [sys.executable, "-m", "nearkin.workers.index_shard", *numbers, *place]
-
-    def ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/readyz", timeout=1).status_code == 200
-        except httpx.TransportError:
-            return False
 
 
 class Fleet:
@@ -99,13 +66,13 @@ class Fleet:
             )
             for one in ids
         ]
-        token_file = folder / "token"
-        token_file.write_text(TOKEN + "\n")
-        self.shards = [ShardProcess(folder, self.store, number, token_file) for number in range(COUNT)]
+        self.token = shard_token(secret)
+        environment = {"NEARKIN_STORE": str(self.store), "NEARKIN_INDEX__MAP_BYTES": str(64 * MIB)}
+        self.shards = [ShardProcess(folder / f"{number}", number, COUNT, environment) for number in range(COUNT)]
 
     def client(self, retries: int = 1) -> ShardedIndex:
         urls = [shard.url for shard in self.shards]
-        return ShardedIndex(urls, self.store_id, self.domain, TOKEN, retries=retries, timeout_seconds=10)
+        return ShardedIndex(urls, self.store_id, self.domain, self.token, retries=retries, timeout_seconds=10)
 
     def check(self, index: ShardedIndex) -> None:
         """Assert that all chunks, segments and super-features are found where they are."""
@@ -202,7 +169,7 @@ def test_shard_killed_during_publications_loses_none(fleet: Fleet) -> None:
 def test_shard_refuses_other_callers_and_bad_requests(fleet: Fleet) -> None:
     """Without token, of another store or shard, unknown calls, and bodies that are none or too large."""
     url, position = fleet.shards[0].url, f"0/{COUNT}/{fleet.store_id}"
-    good = {"authorization": f"Bearer {TOKEN}", SHARD_HEADER: position}
+    good = {"authorization": f"Bearer {fleet.token}", SHARD_HEADER: position}
     body = b"\x80"
 
     def status(call: str = "locate", content: bytes = body, **headers: str) -> int:
@@ -217,7 +184,7 @@ def test_shard_refuses_other_callers_and_bad_requests(fleet: Fleet) -> None:
     assert status("locate", b"no message") == 400
     assert status("locate", bytes(BODY_BYTES_MAX + 1)) == 413
     urls = [shard.url for shard in fleet.shards]
-    for given_urls, token, message in ((urls, "wrong", "401"), (urls[::-1], TOKEN, "409")):
+    for given_urls, token, message in ((urls, "wrong", "401"), (urls[::-1], fleet.token, "409")):
         other = ShardedIndex(given_urls, fleet.store_id, fleet.domain, token)
         with closing(other), pytest.raises(ConfigError, match=message):
             other.versions_of("default", "k")
@@ -227,10 +194,32 @@ def test_shard_refuses_other_callers_and_bad_requests(fleet: Fleet) -> None:
         fleet.check(index)
 
 
+def test_reported_container_is_dropped_if_it_is_missing(fleet: Fleet) -> None:
+    """Shards that list it end, and find nothing in it after their start; a report of another one changes nothing."""
+    index = fleet.client(retries=0)
+    lost, kept = fleet.entries[0], fleet.entries[-1]
+    index.report_missing(int(kept.directory.container))
+    index.report_missing(1 << 60)
+    fleet.check(index)
+    (path,) = (
+        path for path in (fleet.store / "containers").rglob("*") if f"{lost.directory.container:016x}" in path.name
+    )
+    path.unlink()
+    with suppress(StoreUnavailable):
+        index.report_missing(int(lost.directory.container))
+    for shard in fleet.shards:
+        until(lambda shard=shard: not shard.ready())  # type: ignore[misc]
+        shard.stop()
+        shard.start()
+    assert not index.locate_chunks(lost.directory.chunks.names)[1].any()
+    assert int(lost.directory.container) not in index.container_ids().tolist()
+    index.close()
+
+
 def test_shard_behind_a_gc_generation_is_rebuilt(tmp_path: Path) -> None:
     """An older copy of its folder may have entries of deleted data: none of them is kept."""
     fleet = Fleet(tmp_path)
-    store = shard_store(fleet.settings, 0, 1)
+    store = shard_store(fleet.settings, *open_store_of(fleet.settings), 0, 1)
     options = ShardOptions(0, 1, tmp_path / "index", map_bytes=64 * MIB)
     index = open_complete(options, store)
     dead = int(fleet.entries[0].directory.container)

@@ -2,7 +2,8 @@
 
     python -m nearkin.workers.index_shard --shard 0 --of 3 --folder FOLDER
 
-At its start the shard adds what the object store has and its folder lacks; then it is ready.
+At its start the shard adds what the object store has and its folder lacks; then it is ready. Callers prove with a token
+that they have the store's secret.
 """
 
 from __future__ import annotations
@@ -17,24 +18,44 @@ import click
 from nearkin.local.index_recovery import super_features_of
 from nearkin_index.shard_index import ShardIndex
 from nearkin_index.shard_server import ShardOptions, ShardServer, ShardStore
+from nearkin_index.state_file import StateFile
 from nearkin_maintenance.domain_owners import DomainOwners
 from nearkin_maintenance.index_rebuild import KnownObjects, rebuild_index
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.errors import ConfigError, NearkinError
+from nearkin_shared.errors import NearkinError, RetryableError
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
+from nearkin_shared.fleet.store_owner import read_owner
 from nearkin_shared.index.container_entries import ContainerEntries
 from nearkin_shared.index.shards.key_ranges import part_of
+from nearkin_shared.index.shards.shard_connection import shard_token
 from nearkin_shared.index.tablets.tablet_tables import TabletOptions
 from nearkin_shared.kafka.worker import settings_of
 from nearkin_shared.objectstore.factory import open_store_of
+from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.observability import log_setup
 from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.descriptor import Descriptor
 from nearkin_shared.storage.manifests import ManifestStore, object_name
 from nearkin_shared.storage.pending_deletes import GcGeneration, PendingDeleteStore
 from nearkin_shared.storage.quarantine import Quarantine, join_records
+from nearkin_shared.utils.frozen import frozen
 
-TOKEN_BYTES_MAX = 4096
+CONNECT_SECONDS_MAX = 120.0
 SEQUENCE_MAX = 1 << 62
+
+
+_log = logging.getLogger("nearkin.index")
+
+
+@frozen
+class ShardPlace:
+    """Number, folder and address of a shard, as its command line has them."""
+
+    number: int
+    count: int
+    folder: Path
+    host: str
+    port: int
 
 
 class ShardTarget:
@@ -59,9 +80,10 @@ class ShardTarget:
         """Do nothing: the rebuild does not own the index."""
 
 
-def shard_store(settings: Settings, number: int, count: int) -> ShardStore:
-    """Return what a shard needs of the store of the settings. Raises NearkinError."""
-    objects, found = open_store_of(settings)
+def shard_store(
+    settings: Settings, objects: ParityObjectStore, found: Descriptor, number: int, count: int
+) -> ShardStore:
+    """Return what a shard needs of a store. Raises NearkinError."""
     cache_bytes, secret = int(settings.base.cache_bytes), bytes.fromhex(found.secret)
     containers, manifests = ContainerStore(objects, domain_of(settings.tenant), cache_bytes), ManifestStore(objects)
 
@@ -93,18 +115,39 @@ def shard_store(settings: Settings, number: int, count: int) -> ShardStore:
     )
 
 
-def _token_of(file: Path | None) -> str:
-    """Return the token in a file, "" without one. Raises ConfigError."""
-    if file is None:
-        return ""
+def open_shard(settings: Settings, options: ShardPlace) -> ShardServer:
+    """Return the server of a shard; the first one creates the store, if `storage.create`.
+
+    Raises: NearkinError; StoreUnavailable while there is no store.
+    """
+    state = StateFile(options.folder) if options.number == 0 else None
     try:
-        with file.open("rb") as opened:
-            token = opened.read(TOKEN_BYTES_MAX + 1).decode("ascii").strip()
-    except (OSError, UnicodeDecodeError) as err:
-        raise ConfigError(f"--token-file {file}: {err}; give a file with one line of ASCII") from err
-    if not 16 <= len(token) <= TOKEN_BYTES_MAX or not token.isprintable():
-        raise ConfigError(f"--token-file {file}: {len(token)} characters; give one line of 16 to {TOKEN_BYTES_MAX}")
-    return token
+        owner = None if state is None else read_owner(state)
+        objects, found = open_store_of(settings, owner, may_create=state is not None)
+        if state is not None:
+            state.claim(found.store_id)
+        store = shard_store(settings, objects, found, options.number, options.count)
+        token = shard_token(bytes.fromhex(found.secret))
+        tablets = TabletOptions(memory_bytes=int(settings.index.memory))
+        place = (options.number, options.count, options.folder, options.host, options.port)
+        return ShardServer(ShardOptions(*place, token, int(settings.index.map_bytes), tablets), store, state)
+    except BaseException:
+        if state is not None:
+            state.close()
+        raise
+
+
+def _wait_for_store(settings: Settings, place: ShardPlace) -> ShardServer:
+    """Return the server once the store is there. Raises NearkinError after a while."""
+    deadline = time.monotonic() + CONNECT_SECONDS_MAX
+    while True:
+        try:
+            return open_shard(settings, place)
+        except RetryableError as err:
+            if time.monotonic() > deadline:
+                raise
+            _log.warning("index shard %d: waiting: %s", place.number, err)
+            time.sleep(1.0)
 
 
 @click.command(help="Run one index shard until SIGTERM.")
@@ -113,20 +156,13 @@ def _token_of(file: Path | None) -> str:
 @click.option("--folder", type=click.Path(path_type=Path), required=True, help="Local folder of its index.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=7420, show_default=True, help="Port to listen on.")
-@click.option("--token-file", type=click.Path(path_type=Path), help="File of the token that callers must give.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file of settings.")
-def main(
-    number: int, count: int, folder: Path, host: str, port: int, token_file: Path | None, config_file: Path | None
-) -> None:
+def main(number: int, count: int, folder: Path, host: str, port: int, config_file: Path | None) -> None:
     """Run one shard."""
     settings = settings_of(config_file)
     log_setup.start(settings, logging.WARNING)
     try:
-        tablets = TabletOptions(memory_bytes=int(settings.index.memory))
-        options = ShardOptions(
-            number, count, folder, host, port, _token_of(token_file), int(settings.index.map_bytes), tablets
-        )
-        server = ShardServer(options, shard_store(settings, number, count))
+        server = _wait_for_store(settings, ShardPlace(number, count, folder, host, port))
     except NearkinError as err:
         raise click.ClickException(str(err)) from err
     server.run()

@@ -27,7 +27,7 @@ from nearkin_shared.kafka.consumer_loop import run_forever
 from nearkin_shared.kafka.heartbeat import report
 from nearkin_shared.kafka.live_config import LiveConfig
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator, authenticator_of
-from nearkin_shared.kafka.readiness_checks import checks_of
+from nearkin_shared.kafka.readiness_checks import INDEX_CHECKS, checks_of
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.factory import open_objects, read_descriptor
 from nearkin_shared.observability import log_setup, tracing
@@ -84,7 +84,7 @@ def run(settings: Settings, config_file: Path | None, worker: str, stop: threadi
     reporter.start()
     _log.warning("%s %s: ready, revision %s, topics %s", STAGE, worker, hot.revision, ", ".join(settings.ingest.topics))
     pulse = monitor.pulse(STAGE)
-    monitor.on_connect({name: check for name, check in checks_of(settings).items() if name != "redis"})
+    monitor.on_connect({name: check for name, check in checks_of(settings).items() if name not in INDEX_CHECKS})
     try:
         run_forever(
             lambda: IngestConsumer(settings, objects, worker, authenticator, pulse.beat),

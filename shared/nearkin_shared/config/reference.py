@@ -122,7 +122,7 @@ def _rule_of_type(rule: object) -> str | None:
             description = "an absolute path, or one that starts with ~"
         case validators.TopicTenants():
             description = "a list, a table, or text with commas"
-        case validators.Origins():
+        case validators.Origins() | validators.ShardUrls():
             description = "a list, or text with commas"
         case validators.TagLists():
             description = "a list"

@@ -75,7 +75,6 @@ REPLACED: Mapping[str, str] = {
     "audit.reads": 'audit.records = "all" or "changes"',
     "base.try_all_candidates": 'profile = "archive"',
     "block.far_matches": 'profile = "archive"',
-    "index.backend": 'index.kind = "auto"',
 }
 """By dotted name: the setting to use instead."""
 

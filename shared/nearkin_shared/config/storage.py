@@ -16,6 +16,7 @@ from nearkin_shared.config.validators import (
     NumberRange,
     ParityScheme,
     ServerUrl,
+    ShardUrls,
     ShareRange,
     SizeRange,
     TagLists,
@@ -25,6 +26,7 @@ from nearkin_shared.config.validators import (
 from nearkin_shared.limits import DESCRIPTOR, GIB, KIB, MIB
 from nearkin_shared.utils.frozen import held
 
+REDIS, SHARDS = INDEX_BACKENDS = ("redis", "shards")
 MARK_SWEEP, HYBRID, REFCOUNT, EXPIRY = GC_MODES = ("mark-sweep", "hybrid", "refcount", "expiry")
 STORE_FOLDERS = (
     *("containers", "manifests", "gc", "parity", "pause", "quarantine", "scrub", "keys", "heads"),
@@ -117,11 +119,26 @@ class IndexSettings:
     """
     map_bytes: Annotated[int, SizeRange(16 * MIB, 16 * 1024 * GIB)] = 64 * GIB
     """Maximum size of a local index: about 170 bytes a chunk, or 80 in the kinds `tablets` and `sampled`."""
+    backend: Annotated[str, NameChoice(INDEX_BACKENDS)] = REDIS
+    """Index of the services. `redis`: in Redis (`redis.*`); `shards`: in the processes of `index.shards`, without any
+    Redis (docs/adr/0086, docs/adr/0088). After a change the other one is complete before uploads are handled.
+    """
+    shards: Annotated[tuple[str, ...], ShardUrls()] = ()
+    """URLs of the index shards in the order of their numbers, such as `["http://index-0.index:7420"]`; at most 64. All
+    services have the same. For another count stop all first; each shard rebuilds its index.
+    """
     path: Annotated[str | None, LocalFolder()] = None
     """Folder on a local disk for the indexes of local stores, one folder for each store; unset: `index/` in the store.
     For stores on network filesystems or slow media. If several machines write a store one after another, each rebuilds
     its index after another one wrote (docs/reference/filesystems.md).
     """
+
+    def __post_init__(self) -> None:
+        """Refuse shards without URLs, and URLs that nothing uses."""
+        if self.backend == SHARDS and not self.shards:
+            raise ValueError('backend "shards": index.shards is empty; give the URL of each shard')
+        if self.backend != SHARDS and self.shards:
+            raise ValueError(f'shards {len(self.shards)} URLs, and backend is "{self.backend}": set it to "shards"')
 
 
 @held

@@ -30,6 +30,7 @@ TAG_LISTS_MAX = 1000
 """Rules of one retention policy that keep by tag."""
 _ORIGIN = re.compile(r"https?://(?:[a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?", re.ASCII)
 FOLDER_BYTES_MAX = 4096
+INDEX_SHARDS_MAX = 64
 PARITY_SHARDS_MAX = 32
 """Data and parity shards together: the limit of the library."""
 
@@ -257,6 +258,39 @@ class ServerUrl(Rule):
         return value
 
 
+class CommaList(Rule):
+    """A list; also text with commas, for environment variables."""
+
+    def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema that parses a list."""
+        from pydantic_core import core_schema
+
+        def split_list(value: object) -> object:
+            if isinstance(value, str):
+                return [entry.strip() for entry in value.split(",") if entry.strip()]
+            return value
+
+        return core_schema.no_info_before_validator_function(split_list, handler(source))
+
+
+@frozen
+class ShardUrls(CommaList):
+    """URLs of index shards, each once; also text with commas, for environment variables."""
+
+    def check(self, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Return `value`. Raises InvalidValue."""
+        for url in value:
+            try:
+                ServerUrl().check(url)
+            except InvalidValue as err:
+                raise InvalidValue(f"{url!r:.80}: want http:// or https:// with a host and no password") from err
+        if len(value) > INDEX_SHARDS_MAX:
+            raise InvalidValue(f"has {len(value)} URLs; want at most {INDEX_SHARDS_MAX}")
+        if len(set(value)) < len(value):
+            raise InvalidValue("has a URL twice; each shard has its own")
+        return value
+
+
 @frozen
 class TokenText(Rule):
     """A bearer token that an HTTP header can carry (RFC 6750, section 2.1)."""
@@ -269,19 +303,8 @@ class TokenText(Rule):
 
 
 @frozen
-class Origins(Rule):
+class Origins(CommaList):
     """Web origins as browsers send them; also text with commas, for environment variables."""
-
-    def schema_of(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema that parses a list."""
-        from pydantic_core import core_schema
-
-        def split_list(value: object) -> object:
-            if isinstance(value, str):
-                return [entry.strip() for entry in value.split(",") if entry.strip()]
-            return value
-
-        return core_schema.no_info_before_validator_function(split_list, handler(source))
 
     def check(self, value: tuple[str, ...]) -> tuple[str, ...]:
         """Return `value`. Raises InvalidValue."""

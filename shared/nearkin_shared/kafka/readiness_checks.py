@@ -14,15 +14,21 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
 from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.storage import SHARDS
 from nearkin_shared.errors import RetryableError, StoreUnavailable
 from nearkin_shared.index.redis import RedisIndex
+from nearkin_shared.index.shards.sharded_index import ShardedIndex
 from nearkin_shared.kafka.clients import connection, topic, unavailable
+from nearkin_shared.kafka.fleet_store import shards_of
 from nearkin_shared.objectstore.bucket_limits import RequestLimits
-from nearkin_shared.objectstore.factory import open_objects
+from nearkin_shared.objectstore.factory import open_objects, read_descriptor
 from nearkin_shared.observability.readiness import Check
 from nearkin_shared.storage import descriptor
 
 CHECK_SECONDS = 3
+INDEX_SHARDS = "index shards"
+INDEX_CHECKS = ("redis", INDEX_SHARDS)
+"""Names of the checks of an index, of which a service has one."""
 
 Made = TypeVar("Made")
 
@@ -62,11 +68,43 @@ def redis_memory_check(settings: Settings) -> Check:
     return has_no_memory_fault
 
 
+def gateway_checks(settings: Settings) -> dict[str, Check]:
+    """Return the checks of the index on which a gateway's readiness depends.
+
+    It needs no shards: it accepts uploads without them, which wait in Kafka.
+    """
+    return {} if settings.index.backend == SHARDS else {"redis": redis_memory_check(settings)}
+
+
+def _shards_check(settings: Settings) -> Check:
+    """Return a check that fails while an index shard is away or not complete."""
+
+    def connect() -> ShardedIndex:
+        return shards_of(settings, read_descriptor(settings), timeout_seconds=CHECK_SECONDS, retries=0)
+
+    index = _Kept(connect)
+
+    def shards_are_complete() -> None:
+        if index().check():
+            raise StoreUnavailable("index shards: one is not complete yet")
+
+    return shards_are_complete
+
+
+def _redis_check(settings: Settings) -> Check:
+    redis = _Kept(lambda: _quick_index(settings))
+
+    def redis_answers() -> None:
+        redis().check()
+        redis().server.check_memory()
+
+    return redis_answers
+
+
 def checks_of(settings: Settings) -> dict[str, Check]:
-    """Return the checks of Kafka, Redis and the object store, each within some seconds."""
+    """Return the checks of Kafka, index and object store, each within some seconds."""
     limits = RequestLimits(connect_seconds=CHECK_SECONDS, request_seconds=CHECK_SECONDS, retries=0)
     admin = _Kept(lambda: AdminClient(connection(settings, "nearkin-check")))
-    redis = _Kept(lambda: _quick_index(settings))
     objects = _Kept(lambda: open_objects(settings, limits=limits))
 
     def kafka_answers() -> None:
@@ -75,11 +113,9 @@ def checks_of(settings: Settings) -> dict[str, Check]:
         except KafkaException as err:
             raise unavailable(settings, err) from err
 
-    def redis_answers() -> None:
-        redis().check()
-        redis().server.check_memory()
-
     def objects_answer() -> None:
         objects().size_bytes(descriptor.NAME)
 
-    return {"kafka": kafka_answers, "redis": redis_answers, "object store": objects_answer}
+    has_shards = settings.index.backend == SHARDS
+    index = {INDEX_SHARDS: _shards_check(settings)} if has_shards else {"redis": _redis_check(settings)}
+    return {"kafka": kafka_answers, **index, "object store": objects_answer}

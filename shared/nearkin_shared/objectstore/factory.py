@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.storage import SHARDS
 from nearkin_shared.crypto.key_wrapping import KeyWrapper, wrapper_of
 from nearkin_shared.crypto.keyring import Keyring
 from nearkin_shared.errors import ConfigError, Corrupt, NoStore, NotFound, StoreUnavailable
@@ -108,13 +109,13 @@ def open_keys(settings: Settings) -> Keyring:
 
 
 def open_store_of(
-    settings: Settings, indexed_store_id: str | None = None
+    settings: Settings, indexed_store_id: str | None = None, *, may_create: bool = True
 ) -> tuple[ParityObjectStore, descriptor.Descriptor]:
     """Return the services' object store and its descriptor.
 
     `storage.create` creates a missing store. `indexed_store_id` is the store whose index the services have: if it is
     known,
-    the store is never created again.
+    the store is never created again. Without `may_create` another process creates it: StoreUnavailable meanwhile.
 
     Raises NotFound: there is no store, and it may not be created; ConfigError: the store is written with other
     `chunker.*`
@@ -125,11 +126,14 @@ def open_store_of(
     if not exists and indexed_store_id is not None:
         location = settings.object_store.url or settings.store
         raise NoStore(
-            f"no store at {location}, but redis.prefix has the index of store {indexed_store_id}; is the disk mounted, "
-            "the bucket the right one? For a new store set another redis.prefix"
+            f"no store at {location}, but {_index_name(settings)} has the index of store {indexed_store_id}; is the "
+            f"disk mounted, the bucket the right one? For a new store set another {_index_name(settings)}"
         )
     if not exists and not settings.storage.create:
         raise no_store(str(settings.object_store.url or settings.store), services=True)
+    if not exists and not may_create:
+        location = settings.object_store.url or settings.store
+        raise StoreUnavailable(f"no store at {location} yet: the first index shard creates it; is it running?")
     objects = as_set(inner, settings)
     if exists:
         found = descriptor.read(objects)
@@ -142,6 +146,10 @@ def open_store_of(
     if objects.far:
         _check_refuses(objects.inner)
     return objects, found
+
+
+def _index_name(settings: Settings) -> str:
+    return "--folder" if settings.index.backend == SHARDS else "redis.prefix"
 
 
 def read_descriptor(settings: Settings) -> descriptor.Descriptor:

@@ -65,6 +65,7 @@ def start(settings: Settings, level: int, stream: TextIO | None = None) -> None:
     inner = _json() if settings.logs.format == "json" else logging.Formatter(TEXT)
     handler.setFormatter(Hiding(inner, _secrets(settings)))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request to an index shard otherwise
 
 
 def log_event(logger: logging.Logger, level: int, event: str, fields: Mapping[str, object]) -> None:

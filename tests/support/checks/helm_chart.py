@@ -102,7 +102,7 @@ def _rule_of_type(rule: object) -> dict[str, Any] | None:
             found = {"type": "string", "minLength": 1, "maxLength": TENANT_BYTES_MAX}
         case validators.MatchingText():
             found = {"type": "string", "pattern": f"^{rule.pattern}$"}
-        case validators.Origins() | validators.TagLists():
+        case validators.Origins() | validators.ShardUrls() | validators.TagLists():
             found = {"type": "array", "items": {"type": "string", "minLength": 1}}
         case validators.TopicTenants():
             text = {"type": "string", "minLength": 1}

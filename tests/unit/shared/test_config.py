@@ -232,7 +232,12 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"chunker": {"algorithm": "cdc"}}, ['chunker.algorithm "cdc": choose', "fastcdc"]),
     ({"delta": {"codec": "gdelta"}}, ['delta.codec "gdelta": choose none, patch or xdelta3']),
     ({"base": {"policy": "best"}}, ['base.policy "best": choose first-fit']),
-    ({"index": {"backend": "lmdb"}}, ["index.backend: no longer a setting; set index.kind"]),
+    ({"index": {"backend": "lmdb"}}, ['index.backend "lmdb": choose redis or shards']),
+    ({"index": {"backend": "shards"}}, ["index.shards is empty"]),
+    ({"index": {"shards": ["http://a:1"]}}, ['backend is "redis"']),
+    ({"index": {"backend": "shards", "shards": ["a:1"]}}, ["index.shards", "a:1", "http"]),
+    ({"index": {"backend": "shards", "shards": ["http://u:p@a:1"]}}, ["index.shards", "no password"]),
+    ({"index": {"backend": "shards", "shards": ["http://a:1", "http://a:1"]}}, ["index.shards", "twice"]),
     ({"profile": "fast"}, ['profile "fast": choose archive, default or finesse-paper']),
     ({"profile": ["default"]}, ["profile", "['default']", "choose archive, default or finesse-paper"]),
     ({"delta": {"max_depth": 64}}, ['delta.max_depth "64"', "1 to 63"]),
@@ -279,6 +284,15 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"tenant": {"name": "x"}}, ["tenant"]),
 ]
+
+
+def test_more_index_shards_than_64_are_refused() -> None:
+    """64 are taken, also as text with commas."""
+    urls = [f"http://a:{port}" for port in range(1, 66)]
+    with pytest.raises(ConfigError, match="has 65 URLs; want at most 64"):
+        load(None, {"index": {"backend": "shards", "shards": urls}})
+    found, _ = load(None, {"index": {"backend": "shards", "shards": ",".join(urls[:64])}})
+    assert found.index.shards == tuple(urls[:64])
 
 
 @pytest.mark.parametrize(("given", "complaint"), WRONG, ids=lambda part: str(part)[:50])

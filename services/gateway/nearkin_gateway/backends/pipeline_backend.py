@@ -2,7 +2,7 @@
 
 Invariant: it holds no state that other gateways lack.
 
-Kafka takes uploads and has their outcomes, Redis has the listings, the object store has the committed data.
+Kafka takes uploads and has their outcomes, the index has the listings, the object store has the committed data.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nearkin_shared.fleet.shared_state import SharedState
 from nearkin_shared.kafka.fleet_store import connect_fleet
 from nearkin_shared.kafka.live_config import LiveConfig
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator, authenticator_of
-from nearkin_shared.kafka.readiness_checks import redis_memory_check
+from nearkin_shared.kafka.readiness_checks import gateway_checks
 from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.retention import guard_of
 from nearkin_shared.storage import descriptor
@@ -145,7 +145,7 @@ def pipeline_gateway(settings: Settings, config_file: Path | None, connect_edge:
         workers=watch,
         pools=pools,
         pipeline=ingest.state,
-        checks={"redis": redis_memory_check(settings)},
+        checks=gateway_checks(settings),
     )
 
 

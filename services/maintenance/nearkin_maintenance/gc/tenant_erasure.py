@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.storage import SHARDS
 from nearkin_shared.errors import NotFound, PermanentError, RetentionActive
 from nearkin_shared.fingerprints import domain_of
 from nearkin_shared.formats.head_record import Heads, Sequences
@@ -144,12 +145,7 @@ def _of_services(settings: Settings, closed_at: datetime) -> Iterator[RemainingC
             None,
             "their own retention ends it, or kafka-delete-records",
         )
-    yield RemainingCopy(
-        "redis",
-        "key names, digests and metadata in RDB and AOF files, replicas and their backups",
-        None,
-        "after the GC run that frees the objects: BGSAVE, BGREWRITEAOF; then remove older dumps",
-    )
+    yield _of_index(settings)
     if url.startswith("s3://"):
         yield RemainingCopy(
             "bucket-versions",
@@ -157,6 +153,22 @@ def _of_services(settings: Settings, closed_at: datetime) -> Iterator[RemainingC
             None,
             "a lifecycle rule for noncurrent versions; remove those below keys/ at once",
         )
+
+
+def _of_index(settings: Settings) -> RemainingCopy:
+    if settings.index.backend == SHARDS:
+        return RemainingCopy(
+            "index-shards",
+            "key names, digests and metadata in free pages of the folders of index shards, and their backups",
+            None,
+            "after the GC run that frees the objects: stop the shards, remove the folders N-of-COUNT, start them",
+        )
+    return RemainingCopy(
+        "redis",
+        "key names, digests and metadata in RDB and AOF files, replicas and their backups",
+        None,
+        "after the GC run that frees the objects: BGSAVE, BGREWRITEAOF; then remove older dumps",
+    )
 
 
 def _of_any_store(settings: Settings, removed_at: datetime) -> Iterator[RemainingCopy]:
