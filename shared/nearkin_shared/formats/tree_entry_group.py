@@ -12,8 +12,10 @@ Invariant: `decode_group` returns what `encode_group` was given, and refuses nam
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
+from itertools import accumulate, pairwise
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -122,32 +124,45 @@ def sort_key(path: bytes) -> bytes:
     return path.replace(b"/", b"\0")
 
 
+def entry_keys(entries: Sequence[TreeEntry]) -> list[tuple[bytes, bytes]]:
+    """Return `sort_key` of the folder and the name of each entry."""
+    keys, folder, key = list[tuple[bytes, bytes]](), b"", b""
+    for entry in entries:
+        if entry.folder != folder:
+            folder, key = entry.folder, sort_key(entry.folder)
+        keys.append((key, entry.name))
+    return keys
+
+
 def encode_group(entries: Sequence[TreeEntry]) -> bytes:
     """Encode at most ROWS_MAX entries that follow one another in a tree."""
     starts, folders = list[int](), list[bytes]()
-    for row, entry in enumerate(entries):
-        if not folders or folders[-1] != entry.folder:
-            starts.append(row)
-            folders.append(entry.folder)
-    extras = [_extras(entry) for entry in entries]
-    digests = [entry.digest for entry in entries if entry.digest]
-    targets = [entry.target for entry in entries if entry.kind in _LINKS]
-    columns: tuple[Sequence[int], ...] = (
-        [entry.kind for entry in entries],
-        [entry.flags | (EntryFlag.EXTRAS if more else 0) for entry, more in zip(entries, extras, strict=True)],
-        [entry.mode for entry in entries],
-        [entry.uid for entry in entries],
-        [entry.gid for entry in entries],
-        [entry.mtime_ns // _NANOSECONDS for entry in entries],
-        [entry.mtime_ns % _NANOSECONDS for entry in entries],
-        [entry.ctime_ns for entry in entries],
-        [entry.inode for entry in entries],
-        [entry.size for entry in entries],
-        [len(entry.name) for entry in entries],
+    # a column at a time: 0.5 us an entry less than attributes of each
+    parents, names, kinds, modes, uids, gids, mtimes, ctimes, inodes, sizes, flags, digests, links, _, _ = zip(
+        *entries, strict=True
     )
-    names = b"".join([entry.name for entry in entries])
-    paths, links, more = b"".join(folders), b"".join(targets), b"".join(extras)
-    head = _HEAD.pack(_MAGIC, len(entries), len(folders), len(paths), len(names), len(digests), len(links), len(more))
+    for row, folder in enumerate(parents):
+        if not folders or folders[-1] != folder:
+            starts.append(row)
+            folders.append(folder)
+    extras = [_extras(entry) if entry.xattrs or entry.extents is not None else b"" for entry in entries]
+    digests = tuple(filter(None, digests))
+    targets = [target for target, kind in zip(links, kinds, strict=True) if kind in _LINKS]
+    columns: tuple[Sequence[int], ...] = (
+        kinds,
+        [flag | (EntryFlag.EXTRAS if more else 0) for flag, more in zip(flags, extras, strict=True)],
+        modes,
+        uids,
+        gids,
+        [mtime_ns // _NANOSECONDS for mtime_ns in mtimes],
+        [mtime_ns % _NANOSECONDS for mtime_ns in mtimes],
+        ctimes,
+        inodes,
+        sizes,
+        list(map(len, names)),
+    )
+    paths, text, joined, more = b"".join(folders), b"".join(names), b"".join(targets), b"".join(extras)
+    head = _HEAD.pack(_MAGIC, len(entries), len(folders), len(paths), len(text), len(digests), len(joined), len(more))
     return b"".join(
         (
             head,
@@ -155,10 +170,10 @@ def encode_group(entries: Sequence[TreeEntry]) -> bytes:
             np.array([len(folder) for folder in folders], "<u2").tobytes(),
             paths,
             *(np.array(values, dtype).tobytes() for values, dtype in zip(columns, _COLUMNS, strict=True)),
-            names,
+            text,
             *digests,
             np.array([len(target) for target in targets], "<u2").tobytes(),
-            links,
+            joined,
             np.array([len(part) for part in extras if part], "<u4").tobytes(),
             more,
         )
@@ -166,15 +181,13 @@ def encode_group(entries: Sequence[TreeEntry]) -> bytes:
 
 
 def _extras(entry: TreeEntry) -> bytes:
-    if not entry.xattrs and entry.extents is None:
-        return b""
     return _encode_extras(_Extras(entry.xattrs, entry.extents))
 
 
 def decode_group(data: bytes, what: str) -> list[TreeEntry]:
     """Decode a group. Raises Corrupt, with the name `what`."""
     try:
-        return list(_decode(memoryview(data), what))
+        return _decode(memoryview(data), what)
     except (struct.error, ValueError, IndexError, msgspec.MsgspecError) as err:
         raise Corrupt(f"{what}: does not parse: {err}") from err
 
@@ -193,7 +206,7 @@ def hard_link_targets(data: bytes, what: str) -> list[bytes]:
     return [entry.target for entry in decode_group(data, what) if entry.kind == EntryKind.HARD_LINK]
 
 
-def _decode(data: memoryview, what: str) -> Iterator[TreeEntry]:
+def _decode(data: memoryview, what: str) -> list[TreeEntry]:
     magic, rows, folder_count, paths_bytes, names_bytes, digest_count, links_bytes, extras_bytes = _HEAD.unpack_from(
         data
     )
@@ -208,58 +221,57 @@ def _decode(data: memoryview, what: str) -> Iterator[TreeEntry]:
     )
     names = cursor.split(name_lengths, names_bytes)
     _check_names(folders, names, kinds[0], what)
-    digests = iter(cursor.split([DIGEST_BYTES] * digest_count, DIGEST_BYTES * digest_count))
-    link_count = sum(kind in _LINKS for kind in kinds)
-    targets = iter(cursor.split(cursor.take(np.dtype("<u2"), link_count).tolist(), links_bytes))
-    extras_count = sum(flag & EntryFlag.EXTRAS for flag in flags)
+    digests = cursor.split([DIGEST_BYTES] * digest_count, DIGEST_BYTES * digest_count)
+    link_count = sum(kind in _LINKS for kind in kinds) if any(kinds) else 0
+    targets = cursor.split(cursor.take(np.dtype("<u2"), link_count).tolist(), links_bytes)
+    extras_count = sum(flag & EntryFlag.EXTRAS for flag in flags) if any(flags) else 0
     extras = iter(cursor.split(cursor.take(np.dtype("<u4"), extras_count).tolist(), extras_bytes))
     cursor.check_end(what)
     if starts[0] != 0 or any(after <= before for before, after in zip(starts, [*starts[1:], rows], strict=True)):
         raise Corrupt(f"{what}: folders start at rows {starts[:4]} of {rows}")
     if max(kinds) > EntryKind.BLOCK_DEVICE or max(nanoseconds) >= _NANOSECONDS:
         raise Corrupt(f"{what}: kind {max(kinds)}, {max(nanoseconds)} ns: out of bounds")
-    number, number_of_digests, extras_bit = 0, 0, EntryFlag.EXTRAS
-    for row in range(rows):
-        if number + 1 < folder_count and starts[number + 1] == row:
-            number += 1
-        kind, flag, size = kinds[row], flags[row], sizes[row]
-        xattrs: tuple[tuple[bytes, bytes], ...] = ()
-        extents: tuple[tuple[int, int], ...] | None = None
-        if flag & extras_bit:
+    parents = list[bytes]()
+    for folder, start, stop in zip(folders, starts, [*starts[1:], rows], strict=True):
+        parents += [folder] * (stop - start)
+    attributes: list[tuple[tuple[bytes, bytes], ...]] = [()] * rows
+    stretches: list[tuple[tuple[int, int], ...] | None] = [None] * rows
+    if extras_count:
+        for row in [row for row, flag in enumerate(flags) if flag & EntryFlag.EXTRAS]:
             more = _decode_extras(next(extras))
-            xattrs, extents, flag = more.xattrs, more.extents, flag & ~extras_bit
-            _check_extents(extents, size, what)
-        target = b""
-        if kind:
-            has_content = False
-            if kind in _LINKS:
-                target = next(targets)
-                if kind == EntryKind.HARD_LINK and not all(map(is_name, target.split(b"/"))):
-                    raise Corrupt(f"{what}: a hard link to {target!r}, which is not a path of a tree")
-        else:
-            has_content = size > 0 if extents is None else bool(extents)
-            if has_content and number_of_digests == digest_count:
-                raise Corrupt(f"{what}: more files with content than digests")
-            number_of_digests += has_content
-        yield TreeEntry(
-            folders[number],
-            names[row],
-            kind,
-            modes[row],
-            uids[row],
-            gids[row],
-            seconds[row] * _NANOSECONDS + nanoseconds[row],
-            ctimes[row],
-            inodes[row],
-            size,
-            flag,
-            next(digests) if has_content else b"",
-            target,
-            xattrs,
-            extents,
-        )
-    if next(digests, None) is not None:
-        raise Corrupt(f"{what}: more digests than files with content")
+            attributes[row], stretches[row], flags[row] = more.xattrs, more.extents, flags[row] & ~EntryFlag.EXTRAS
+            _check_extents(more.extents, sizes[row], what)
+    contents = [
+        not kind and (size > 0 if extents is None else bool(extents))
+        for kind, size, extents in zip(kinds, sizes, stretches, strict=True)
+    ]
+    if sum(contents) != digest_count:
+        more_or_fewer = "more" if sum(contents) > digest_count else "fewer"
+        raise Corrupt(f"{what}: {more_or_fewer} files with content than digests")
+    if digest_count < rows:
+        found = iter(digests)
+        digests = [next(found) if has_content else b"" for has_content in contents]
+    mtimes = [second * _NANOSECONDS + nanosecond for second, nanosecond in zip(seconds, nanoseconds, strict=True)]
+    linked = _decode_targets(kinds, targets, what) if link_count else [b""] * rows
+    fields = zip(
+        parents, names, kinds, modes, uids, gids, mtimes, ctimes, inodes, sizes, flags, digests, linked, attributes,
+        stretches, strict=True,
+    )  # fmt: skip
+    return list(map(_new_entry, fields))  # without a call of Python for each
+
+
+_new_entry: Callable[[tuple[object, ...]], TreeEntry] = partial(tuple.__new__, TreeEntry)
+
+
+def _decode_targets(kinds: Sequence[int], targets: Sequence[bytes], what: str) -> list[bytes]:
+    """Return the target of each entry, empty for those that are no links. Raises Corrupt."""
+    linked, left = list[bytes](), iter(targets)
+    for kind in kinds:
+        target = next(left) if kind in _LINKS else b""
+        if kind == EntryKind.HARD_LINK and not all(map(is_name, target.split(b"/"))):
+            raise Corrupt(f"{what}: a hard link to {target!r}, which is not a path of a tree")
+        linked.append(target)
+    return linked
 
 
 def _check_names(folders: Sequence[bytes], names: Sequence[bytes], first_kind: int, what: str) -> None:
@@ -271,7 +283,11 @@ def _check_names(folders: Sequence[bytes], names: Sequence[bytes], first_kind: i
         if folder and not all(map(is_name, folder.split(b"/"))):
             raise Corrupt(f"{what}: folder {folder!r} is not a path of a tree")
     has_root = not names[0] and not folders[0] and first_kind == EntryKind.FOLDER
-    for name in names[1:] if has_root else names:
+    checked = names[1:] if has_root else names
+    text = b"".join(checked)
+    if not (b"/" in text or b"\0" in text) and all(2 < len(name) <= NAME_BYTES_MAX for name in checked):
+        return  # as almost always
+    for name in checked:
         if not is_name(name):
             raise Corrupt(f"{what}: name {name!r} is not one of a file")
 
@@ -311,11 +327,8 @@ class _Cursor:
         stop = self._position + total
         if sum(lengths) != total or stop > len(self._data):
             raise ValueError(f"strings of {sum(lengths)} bytes, {total} are stated")
-        data, start = bytes(self._data[self._position : stop]), 0
-        parts = list[bytes]()
-        for length in lengths:
-            parts.append(data[start : start + length])
-            start += length
+        data = bytes(self._data[self._position : stop])
+        parts = [data[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
         self._position = stop
         return parts
 
