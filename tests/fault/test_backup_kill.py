@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from nearkin.store import open_store
-from nearkin.trees import checkpoint_schedule
+from nearkin.trees import backup, checkpoint_schedule
 from nearkin.trees.backup import RECENT_NS, TreeBackup
 from nearkin.trees.checkpoint_schedule import CHECKPOINT_BYTES_FIRST, CHECKPOINT_BYTES_MIN
 from nearkin.trees.parent_tree import FoundEntry
 from nearkin.trees.walker import ListedFolder
+from nearkin_shared.reading.tree_reader import EntryGroup
 from tests.support.engines.killed_backup import read_after_kills
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +157,7 @@ def test_checkpoint_shorter_than_the_one_before_hides_nothing(tmp_path: Path, mo
         for number in (4, 1):  # the first run ends before file 4, the second before file 1
             with monkeypatch.context() as patch:
                 patch.setattr(TreeBackup, "_read_open_file", _interrupting_at(f"{number:04}".encode()))
-                patch.setattr(TreeBackup, "_reuse", _interrupting_reuse_at(f"{number:04}".encode()))
+                patch.setattr(backup, "_unchanged_rows", _interrupting_rows_at(f"{number:04}".encode()))
                 with pytest.raises(KeyboardInterrupt):
                     store.backup("home", [source])
             (source / "000" / "0000").write_bytes(os.urandom(LARGE_FILE_BYTES))
@@ -179,14 +180,12 @@ def _interrupting_at(name: bytes) -> Callable[[TreeBackup, bytes, bytes, bytes, 
     return read
 
 
-def _interrupting_reuse_at(
-    name: bytes,
-) -> Callable[[TreeBackup, ListedFolder, bytes, os.stat_result, FoundEntry], None]:
-    original = TreeBackup._reuse
+def _interrupting_rows_at(name: bytes) -> Callable[[ListedFolder, bytes, EntryGroup, int], int]:
+    original = backup._unchanged_rows
 
-    def reuse(self: TreeBackup, listed: ListedFolder, found: bytes, status: os.stat_result, entry: FoundEntry) -> None:
-        if found == name:
+    def unchanged_rows(listed: ListedFolder, key: bytes, group: EntryGroup, first: int) -> int:
+        if listed.names[0] == name:
             raise KeyboardInterrupt
-        original(self, listed, found, status, entry)
+        return original(listed, key, group, first)
 
-    return reuse
+    return unchanged_rows

@@ -399,7 +399,9 @@ class EmbeddedWriter:
 
         Not if it has entries of such checkpoints alone.
         """
-        blobs = [self._by_number[int(number)].prefix for number in np.unique(item.blobs)]
+        blobs = [
+            self._by_number[number].prefix for number in set(item.blobs.tolist())
+        ]  # np.unique imports numpy.ma: 6 ms of each put
         return any(prefix is None or prefix[0].seeks_bases for prefix in blobs)
 
     def _pass_on_container(self, container: FinishedContainer) -> None:

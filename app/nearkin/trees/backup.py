@@ -44,6 +44,7 @@ from nearkin.trees.tree_writer import TreeWriter
 from nearkin.trees.walker import ListedFolder
 from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEntry, sort_key
 from nearkin_shared.kernels.content_hasher import ContentHasher
+from nearkin_shared.reading.tree_reader import EntryGroup
 
 if TYPE_CHECKING:
     from nearkin.embedded.blob_transfer import BlobTransfer
@@ -55,6 +56,7 @@ READ_BYTES_FIELD, FURTHER_FIELD = "read-bytes", "further"
 """Metadata of a checkpoint: the bytes that were read for it, by all runs; the version of an earlier checkpoint that
 reaches further into the tree, if there is one."""
 _I64_MAX = (1 << 63) - 1
+_NO_ENTRY: tuple[bytes, None] = (b"", None)
 
 
 class CheckpointOptions(NamedTuple):
@@ -120,8 +122,8 @@ class TreeBackup(BackupWalk):
         if not parents and isinstance(sink, StoreSink):
             sink.seek_no_bases()
         self._previous_entries = parents[-1].reader.summary.entries if parents else -1
-        is_remote = any(parent.manifest is None for parent in parents)
-        self._found = OrderedEntries((merged_entries if is_remote else parent_entries)(parents))
+        overlaps = len(parents) > 1 and any(parent.manifest is None for parent in parents)
+        self._found = OrderedEntries((merged_entries if overlaps else parent_entries)(parents))
         self._schedule = CheckpointSchedule(max([_earlier_bytes(parent) for parent in parents], default=0))
         self._reused = ReusedContent(tree, self._count_reused)
         self._add_root()
@@ -153,7 +155,13 @@ class TreeBackup(BackupWalk):
     def _add_folder(self, listed: ListedFolder) -> None:
         folder, key = listed.path, sort_key(listed.path)
         find, is_unchanged = self._found.find, self._comparison.is_unchanged
-        for name, status in listed.entries:
+        is_plain = listed.is_plain and not self._comparison.force_rescan
+        while True:
+            if is_plain:
+                self._add_unchanged(listed, key)
+            name, status = next(listed.entries, _NO_ENTRY)
+            if status is None:
+                break
             found = find(key, name)
             if stat.S_ISREG(status.st_mode):
                 if status.st_nlink > 1 and self._add_hard_link(folder, name, status, found):
@@ -166,6 +174,25 @@ class TreeBackup(BackupWalk):
             else:
                 self._add_other(listed, name, status, found)
         self._checkpoint_if_due()
+
+    def _add_unchanged(self, listed: ListedFolder, key: bytes) -> None:
+        """Add the next files of a folder, as long as nothing of them has changed.
+
+        Has the result of `_add_folder` for such files, for all of them at once.
+        """
+        while listed.names:
+            group, first = self._found.next_row()
+            if group.stored is None or first == len(group.keys):
+                return
+            stop = _unchanged_rows(listed, key, group.stored, first)
+            if stop > first:
+                self._found.skip(stop - first)
+                self.counts.files += stop - first
+                self.counts.unchanged_files += stop - first
+                self._reused.add_all(group.entries[first].parent, group.stored.entries[first:stop])
+                self._tree.add_stored(group.stored, first, stop)
+            if stop < len(group.keys):
+                return
 
     # --- files -------------------------------------------------------------------------------------------------------
 
@@ -193,8 +220,9 @@ class TreeBackup(BackupWalk):
         self.counts.unchanged_files += 1
         if entry.digest:
             self._reused.add(found)
-        self._tree.add(entry)
-        self._links.add(status, entry.path)
+        self._add_as_found(entry, found)
+        if status.st_nlink > 1:
+            self._links.add(status, entry.path)
 
     def _add_hard_link(self, folder: bytes, name: bytes, status: os.stat_result, found: FoundEntry | None) -> bool:
         """Add a further name of a file that the tree has; return whether it is one."""
@@ -416,7 +444,17 @@ class TreeBackup(BackupWalk):
         )
         if found is None or found.placed.entry != entry:
             self.counts.is_unchanged = False
-        self._tree.add(entry)
+            self._tree.add(entry)
+        else:
+            self._add_as_found(found.placed.entry, found)
+
+    def _add_as_found(self, entry: TreeEntry, found: FoundEntry) -> None:
+        """Add an entry that was found just now, and may be the same."""
+        group, row = self._found.last_row()
+        if group.stored is not None and found.placed.entry is entry:
+            self._tree.add_stored(group.stored, row, row + 1)
+        else:
+            self._tree.add(entry)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -442,6 +480,35 @@ class TreeBackup(BackupWalk):
         if ahead is not None and ahead.parent.manifest is not None and ahead.parent.is_checkpoint:
             fields[FURTHER_FIELD] = str(ahead.parent.manifest.version)
         return fields
+
+
+def _unchanged_rows(listed: ListedFolder, key: bytes, group: EntryGroup, first: int) -> int:
+    """Remove the names of unchanged files; return the row behind the last of them.
+
+    The first file that changed, or has other names, ends them.
+    """
+    names, keys, entries, descriptor = listed.names, group.keys, group.entries, listed.descriptor
+    row, rows = first, len(group.keys)
+    while names and row < rows and keys[row] == (key, names[0]):
+        try:
+            status = os.stat(names[0], dir_fd=descriptor, follow_symlinks=False)
+        except OSError:  # reported when it is read again
+            break
+        entry = entries[row].entry
+        if (
+            entry.ctime_ns != status.st_ctime_ns
+            or entry.mtime_ns != status.st_mtime_ns
+            or entry.size != status.st_size
+            or entry.inode != status.st_ino
+            or entry.kind != EntryKind.FILE
+            or entry.flags
+            or status.st_nlink != 1
+            or not stat.S_ISREG(status.st_mode)
+        ):
+            break
+        names.popleft()
+        row += 1
+    return row
 
 
 def _earlier_bytes(parent: ParentTree) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,10 @@ from threading import Event
 from nearkin.trees.attributes import KINDS, data_bytes
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, BackupWalk
 from nearkin.trees.hard_links import HardLinks
-from nearkin.trees.parent_tree import EntryKey, OrderedEntries, keyed_entries
+from nearkin.trees.parent_tree import OrderedEntries, placed_entries
 from nearkin.trees.walker import ListedFolder
 from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry, sort_key
-from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
+from nearkin_shared.reading.tree_reader import TreeReader
 
 
 @dataclass(slots=True)
@@ -53,10 +53,10 @@ class BackupPlan(BackupWalk):
 
         Raises BadInput if the root cannot be listed.
         """
-        entries = OrderedEntries(_joined_entries(unfinished, newest))
+        entries = OrderedEntries(placed_entries(unfinished, newest))
         present = entries
         if unfinished is not None:
-            present = OrderedEntries(_joined_entries(newest))
+            present = OrderedEntries(placed_entries(newest))
         matched = int(present.find(b"", b"") is not None)
         for listed in self._walker.folders():
             key = sort_key(listed.path)
@@ -118,20 +118,6 @@ class BackupPlan(BackupWalk):
             return True
         self._links.add(status, b"")
         return False
-
-
-def _joined_entries(*trees: TreeReader | None) -> Iterator[tuple[EntryKey, PlacedEntry]]:
-    """Yield the entries of several trees as a backup does.
-
-    Of each tree those behind the end of the one before.
-    """
-    last: EntryKey | None = None
-    for tree in trees:
-        reached = last
-        for key, placed in keyed_entries(tree, reached) if tree is not None else ():
-            if reached is None or key > reached:
-                yield key, placed
-                last = key
 
 
 def count_in_background(plan: BackupPlan, add: Callable[[int], None], stop: Event) -> None:

@@ -41,11 +41,11 @@ class ComparisonOptions(NamedTuple):
 
     def _has_status(self, status: os.stat_result, entry: TreeEntry) -> bool:
         return (
-            entry.kind == EntryKind.FILE
-            and entry.size == status.st_size
+            entry.size == status.st_size
             and entry.mtime_ns == status.st_mtime_ns
             and (entry.ctime_ns == status.st_ctime_ns or self.ignore_ctime)
             and (entry.inode == status.st_ino or self.ignore_inode)
+            and entry.kind == EntryKind.FILE
             and not self.force_rescan
         )
 

@@ -53,6 +53,11 @@ class Exclusions:
         self._patterns = PathPatterns(sources) if sources else None
         self._options = options
 
+    @property
+    def has_no_rules(self) -> bool:
+        """Whether neither patterns nor a size exclude single entries."""
+        return self._patterns is None and self._options.larger_than_bytes is None
+
     def excludes(self, path: bytes, status: os.stat_result) -> bool:
         """Return whether an entry is excluded by a pattern or its size."""
         if self._patterns is not None and self._patterns.matches(path, is_folder=stat.S_ISDIR(status.st_mode)):

@@ -13,7 +13,10 @@ import logging
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush, heapreplace
+from itertools import islice, repeat
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,8 +24,7 @@ import numpy as np
 from nearkin.trees.tree_writer import TreeWriter
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.manifest import Manifest
-from nearkin_shared.formats.tree_entry_group import sort_key
-from nearkin_shared.reading.tree_reader import PlacedEntry, ReadRange, TreeReader
+from nearkin_shared.reading.tree_reader import EntryGroup, PlacedEntry, ReadRange, TreeReader
 from nearkin_shared.storage.container_graph import reachable_containers
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.quarantine import Quarantine
@@ -88,69 +90,125 @@ def check_sound(containers: ContainerStore, quarantine: Quarantine, manifest: Ma
     reachable_containers(manifest.segments, containers.directory, bases_of)  # reads the directory of each
 
 
+@dataclass(slots=True)
+class KeyedGroup(Generic[EntryT]):
+    """Consecutive entries of a stream and their keys, ascending."""
+
+    keys: Sequence[EntryKey]
+    entries: Sequence[EntryT]
+    stored: EntryGroup | None = None
+    """The group of the newest tree that has these entries and no others."""
+
+
 class OrderedEntries(Generic[EntryT]):
     """Looks up entries of a stream by ascending keys."""
 
-    def __init__(self, stream: Iterator[tuple[EntryKey, EntryT]]) -> None:
-        """`stream`: (key, entry), keys ascending."""
-        self._stream = stream
-        self._next = next(stream, None)
+    def __init__(self, groups: Iterator[KeyedGroup[EntryT]]) -> None:
+        """Begin before the first entry; keys ascend from group to group."""
+        self._groups = groups
+        self._group = KeyedGroup[EntryT]((), ())
+        self._row = 0
 
     @property
     def next_entry(self) -> EntryT | None:
         """The first entry whose key is above the last one that was looked up; None at the end."""
-        return None if self._next is None else self._next[1]
+        group, row = self.next_row()
+        return None if row == len(group.keys) else group.entries[row]
+
+    def next_row(self) -> tuple[KeyedGroup[EntryT], int]:
+        """Return the group of the next entry and its row.
+
+        The row is behind the last one at the end of the stream.
+        """
+        while self._row >= len(self._group.keys):
+            group = next(self._groups, None)
+            if group is None:
+                break
+            self._group, self._row = group, 0
+        return self._group, self._row
+
+    def last_row(self) -> tuple[KeyedGroup[EntryT], int]:
+        """Return the group and the row of the entry that `find` returned last."""
+        return self._group, self._row - 1
+
+    def skip(self, rows: int) -> None:
+        """Pass entries of the group of the next entry."""
+        self._row += rows
 
     def find(self, folder_key: bytes, name: bytes) -> EntryT | None:
         """Return the entry; keys must ascend from call to call."""
         key = (folder_key, name)
-        while self._next is not None and self._next[0] < key:
-            self._next = next(self._stream, None)
-        if self._next is None or self._next[0] != key:
-            return None
-        found, self._next = self._next[1], next(self._stream, None)
-        return found
+        while True:
+            group, row = self.next_row()
+            if row == len(group.keys) or group.keys[row] > key:
+                return None
+            if group.keys[row] == key:
+                self._row = row + 1
+                return group.entries[row]
+            self._row = bisect_left(group.keys, key, row)
 
 
-def keyed_entries(reader: TreeReader, first: EntryKey | None = None) -> Iterator[tuple[EntryKey, PlacedEntry]]:
-    """Yield the key and the entry of a tree, in order; from `first` on, or a little before."""
-    folder, folder_key = b"", b""
-    for placed in reader.entries(first):
-        entry = placed.entry
-        if entry.folder != folder:
-            folder, folder_key = entry.folder, sort_key(entry.folder)
-        yield (folder_key, entry.name), placed
+def entry_groups(
+    tree: TreeReader, reached: EntryKey | None = None
+) -> Iterator[tuple[Sequence[EntryKey], Sequence[PlacedEntry], EntryGroup | None]]:
+    """Yield keys and entries of a tree, from group to group, that are above `reached`.
+
+    And the group, if they are all of it.
+    """
+    for group in tree.groups(reached):
+        first = 0 if reached is None else bisect_right(group.keys, reached)
+        if not first:
+            yield group.keys, group.entries, group
+        elif first < len(group.keys):
+            yield group.keys[first:], group.entries[first:], None
 
 
-def parent_entries(parents: Sequence[ParentTree]) -> Iterator[tuple[EntryKey, FoundEntry]]:
+def placed_entries(*trees: TreeReader | None) -> Iterator[KeyedGroup[PlacedEntry]]:
+    """Yield the entries of several trees, of each those behind the end of the one before."""
+    last: EntryKey | None = None
+    for tree in trees:
+        for keys, entries, _ in entry_groups(tree, last) if tree is not None else ():
+            yield KeyedGroup(keys, entries)
+            last = keys[-1]
+
+
+def parent_entries(parents: Sequence[ParentTree]) -> Iterator[KeyedGroup[FoundEntry]]:
     """Yield the entries of several trees, of each those behind the end of the one before.
 
     A parent whose entries are damaged ends there: files behind the damage are read.
     """
     last: EntryKey | None = None
     for parent in parents:
-        reached = last
         try:
-            for key, placed in keyed_entries(parent.reader, reached):
-                if reached is None or key > reached:
-                    yield key, FoundEntry(parent, placed)
-                    last = key
+            for keys, entries, stored in entry_groups(parent.reader, last):
+                yield KeyedGroup(keys, list(map(_new_found, zip(repeat(parent), entries, strict=False))), stored)
+                last = keys[-1]
         except Corrupt as err:
             _log.warning("%s: files behind the damage are read", err)
 
 
-def merged_entries(parents: Sequence[ParentTree]) -> Iterator[tuple[EntryKey, FoundEntry]]:
+_new_found: Callable[[tuple[ParentTree, PlacedEntry]], FoundEntry] = partial(tuple.__new__, FoundEntry)
+"""Without a call of Python for each entry."""
+
+
+def merged_entries(parents: Sequence[ParentTree]) -> Iterator[KeyedGroup[FoundEntry]]:
     """Yield the entries of trees whose keys overlap, in order.
 
     Of each key the entry of the first tree that has it.
     """
+    merged = _merged(parents)
+    while rows := list(islice(merged, MERGED_ROWS)):
+        yield KeyedGroup([key for key, _ in rows], [found for _, found in rows])
+
+
+def _merged(parents: Sequence[ParentTree]) -> Iterator[tuple[EntryKey, FoundEntry]]:
     waiting = sorted(((parent.reader.first_key, rank) for rank, parent in enumerate(parents)), reverse=True)
     heap: list[tuple[EntryKey, int, FoundEntry, Iterator[tuple[EntryKey, FoundEntry]]]] = []
     last: EntryKey | None = None
     while heap or waiting:
         while waiting and (not heap or waiting[-1][0] <= heap[0][0]):  # few trees are read at a time
             rank = waiting.pop()[1]
-            stream = parent_entries([parents[rank]])
+            stream = _rows_of(parents[rank])
             for key, found in stream:
                 heappush(heap, (key, rank, found, stream))
                 break
@@ -165,6 +223,15 @@ def merged_entries(parents: Sequence[ParentTree]) -> Iterator[tuple[EntryKey, Fo
         if key != last:
             yield key, found
             last = key
+
+
+def _rows_of(parent: ParentTree) -> Iterator[tuple[EntryKey, FoundEntry]]:
+    for group in parent_entries([parent]):
+        yield from zip(group.keys, group.entries, strict=True)
+
+
+MERGED_ROWS = 64
+"""Entries of a group of merged trees: reading ahead of the walk, which may be slow, saves nothing."""
 
 
 class ReusedContent:
@@ -186,8 +253,18 @@ class ReusedContent:
         if self._parent is not found.parent or placed.start != self._stop:
             self.flush()
             self._parent, self._start = found.parent, placed.start
-        self._stop = placed.stop
-        self._stops.append(placed.stop)
+        stop = self._stop = placed.stop
+        self._stops.append(stop)
+
+    def add_all(self, parent: ParentTree, entries: Sequence[PlacedEntry]) -> None:
+        """Append the contents of consecutive entries of a parent."""
+        if self._parent is not parent or entries[0].start != self._stop:
+            self.flush()
+            self._parent, self._start = parent, entries[0].start
+        before, self._stop = self._stop, entries[-1].stop
+        stops = dict.fromkeys([placed.start for placed in entries[1:]])  # without those of empty files
+        stops[self._stop] = None
+        self._stops.extend(stop for stop in stops if stop != before)
 
     def flush(self) -> None:
         """Write what was added."""

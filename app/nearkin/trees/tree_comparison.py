@@ -16,7 +16,7 @@ import stat
 from nearkin.trees.attributes import KINDS
 from nearkin.trees.backup_walk import BackupWalk
 from nearkin.trees.hard_links import HardLinks
-from nearkin.trees.parent_tree import OrderedEntries, keyed_entries
+from nearkin.trees.parent_tree import OrderedEntries, placed_entries
 from nearkin.trees.walker import ListedFolder
 from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry, sort_key
 from nearkin_shared.reading.tree_reader import TreeReader
@@ -35,7 +35,7 @@ class TreeComparison(BackupWalk):
 
         The first difference ends the walk. Raises BadInput if the root cannot be listed, Corrupt, StoreUnavailable.
         """
-        found = OrderedEntries(keyed_entries(newest))
+        found = OrderedEntries(placed_entries(newest))
         root, links, matched = found.find(b"", b""), HardLinks(), 1
         if root is None or not _has_status(root.entry, self._walker.root_status(), EntryKind.FOLDER):
             return False

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from nearkin.trees.tree_sinks import SupportsBorders, TreeSink
+    from nearkin_shared.reading.tree_reader import EntryGroup
     from nearkin_shared.results import PutResult
     from nearkin_shared.types import U32, Locations
 
@@ -51,6 +52,25 @@ class OwnerNames(NamedTuple):
 
     user: Callable[[int], str]
     group: Callable[[int], str]
+
+
+class _RowCounts(NamedTuple):
+    """Counts of the summary of a tree."""
+
+    entries: int = 0
+    files: int = 0
+    folders: int = 0
+    size_bytes: int = 0
+
+    def with_rows(self, rows: Sequence[TreeEntry]) -> _RowCounts:
+        """Return the counts with those of further entries."""
+        kinds = [row.kind for row in rows]
+        return _RowCounts(
+            self.entries + len(rows),
+            self.files + kinds.count(EntryKind.FILE),
+            self.folders + kinds.count(EntryKind.FOLDER),
+            self.size_bytes + sum([row.size for row in rows if row.kind == EntryKind.FILE]),
+        )
 
 
 class FileBorders:
@@ -90,6 +110,8 @@ class TreeWriter:
         self._names = names or OwnerNames(_user_name, _group_name)
         self._extras_bytes = 0
         self._rows: list[TreeEntry] = []
+        self._stored: tuple[EntryGroup, int] | None = None
+        """A group of an earlier version, and how many of its rows begin the group in progress."""
         self._groups: list[GroupInfo] = []
         self._blocks: list[bytes] = []
         self._group_bytes = 0
@@ -97,7 +119,8 @@ class TreeWriter:
         self._summary = TreeSummary(root=root, host=host)
         self.partial: tuple[bytes, ...] | msgspec.UnsetType = msgspec.UNSET
         """Folders of which something is left out, for the summary; known at the end."""
-        self._counts = {"entries": 0, "files": 0, "folders": 0, "size_bytes": 0}
+        self._counts = _RowCounts()
+        """Of the groups that ended."""
         self._users: dict[int, str] = {}
         self._owner_groups: dict[int, str] = {}
 
@@ -114,33 +137,48 @@ class TreeWriter:
     @property
     def entries(self) -> int:
         """Entries so far."""
-        return self._counts["entries"]
+        return self._counts.entries + len(self._rows)
 
     def add(self, entry: TreeEntry) -> None:
         """Add an entry whose content, if any, has been written."""
-        self._rows.append(entry)
-        counts = self._counts
-        counts["entries"] += 1
-        if entry.kind == EntryKind.FILE:
-            counts["files"] += 1
-            counts["size_bytes"] += entry.size
-        elif entry.kind == EntryKind.FOLDER:
-            counts["folders"] += 1
-        self._add_owner(entry)
+        rows = self._rows
+        rows.append(entry)
+        if entry.uid not in self._users or entry.gid not in self._owner_groups:
+            self._add_owner(entry.uid, entry.gid)
         if entry.xattrs or entry.extents:
-            self._extras_bytes += sum(len(name) + len(value) for name, value in entry.xattrs)
-            self._extras_bytes += EXTENT_BYTES * len(entry.extents or ())
+            self._extras_bytes += _extras_bytes(entry)
             if self._extras_bytes >= GROUP_EXTRAS_BYTES_MAX:
                 self._end_group()
-        rows = len(self._rows)
-        if rows >= GROUP_ROWS_MIN and (not zlib.crc32(entry.name) & GROUP_ROWS_MASK or rows >= GROUP_ROWS_MAX):
+                return
+        count = len(rows)
+        if count >= GROUP_ROWS_MIN and (not zlib.crc32(entry.name) & GROUP_ROWS_MASK or count >= GROUP_ROWS_MAX):
             self._end_group()
 
-    def _add_owner(self, entry: TreeEntry) -> None:
-        if entry.uid not in self._users:
-            self._users[entry.uid] = self._names.user(entry.uid)
-        if entry.gid not in self._owner_groups:
-            self._owner_groups[entry.gid] = self._names.group(entry.gid)
+    def add_stored(self, group: EntryGroup, first: int, stop: int) -> None:
+        """Add rows of a group of an earlier version, as `add` does for each.
+
+        A group of which all rows follow one another is copied, not encoded again.
+        """
+        entries = [placed.entry for placed in group.entries[first:stop]]
+        stored, rows = self._stored or (group, 0)
+        if stored is not group or not rows == first == len(self._rows):
+            for entry in entries:
+                self.add(entry)
+            return
+        self._rows += entries
+        self._stored = (group, stop)
+        for uid, gid in {(entry.uid, entry.gid) for entry in entries}:
+            if uid not in self._users or gid not in self._owner_groups:
+                self._add_owner(uid, gid)
+        self._extras_bytes += sum([_extras_bytes(entry) for entry in entries if entry.xattrs or entry.extents])
+        if stop == len(group.entries):
+            self._end_group(group)
+
+    def _add_owner(self, uid: int, gid: int) -> None:
+        if uid not in self._users:
+            self._users[uid] = self._names.user(uid)
+        if gid not in self._owner_groups:
+            self._owner_groups[gid] = self._names.group(gid)
 
     def read_content(
         self, descriptor: int, extents: tuple[tuple[int, int], ...], progress: FileProgress | None = None
@@ -216,7 +254,7 @@ class TreeWriter:
 
         The group in progress goes on behind it.
         """
-        self._add_owner(partial.entry)
+        self._add_owner(partial.entry.uid, partial.entry.gid)
         block, group = _encode([*self._rows, partial.entry])
         summary = self._summary_of(unread)
         return (
@@ -262,19 +300,29 @@ class TreeWriter:
 
     def _summary_of(self, unread: int) -> TreeSummary:
         owners = {"users": _sorted(self._users), "groups": _sorted(self._owner_groups)}
-        counts = {name: min(count, SIZE_BYTES_MAX) for name, count in self._counts.items()}
+        counts = {
+            name: min(count, SIZE_BYTES_MAX) for name, count in self._counts.with_rows(self._rows)._asdict().items()
+        }
         return msgspec.structs.replace(self._summary, unread=unread, partial=self.partial, **owners, **counts)
 
     def _plain_blocks(self) -> Iterator[bytes]:
         return map(decompress, self._blocks)
 
-    def _end_group(self) -> None:
+    def _end_group(self, stored: EntryGroup | None = None) -> None:
+        """End the group in progress, which is equal to `stored`."""
         rows, self._rows, self._extras_bytes = self._rows, [], 0
-        block, group = _encode(rows)
+        self._counts = self._counts.with_rows(rows)
+        self._stored = None
+        block, group = _encode(rows) if stored is None else (stored.block, stored.info)
         self._groups.append(group)
         self._sink.keep_alive()
         self._blocks.append(compress(block, 1))
         self._group_bytes += len(block)
+
+
+def _extras_bytes(entry: TreeEntry) -> int:
+    attributes = sum(len(name) + len(value) for name, value in entry.xattrs)
+    return attributes + EXTENT_BYTES * len(entry.extents or ())
 
 
 def _encode(rows: list[TreeEntry]) -> tuple[bytes, GroupInfo]:

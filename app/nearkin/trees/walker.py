@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ import msgspec
 
 from nearkin.trees.exclusions import Exclusions
 from nearkin_shared.errors import BadInput
-from nearkin_shared.formats.tree_entry_group import PATH_BYTES_MAX
+from nearkin_shared.formats.tree_entry_group import NAME_BYTES_MAX, PATH_BYTES_MAX
 from nearkin_shared.utils.mounts import pseudo_devices
 
 ReportProblem = Callable[[bytes, str], None]
@@ -61,6 +62,10 @@ class ListedFolder(NamedTuple):
     """Open until the next folder is asked for."""
     entries: Iterator[tuple[bytes, os.stat_result]]
     """Names, ascending; statuses are read as they are asked for."""
+    names: deque[bytes]
+    """Those that `entries` has not yielded; the caller may remove the first ones, of entries that are no folders."""
+    is_plain: bool
+    """Whether all entries are stored, so that only their statuses matter."""
 
 
 class _GivenPath(NamedTuple):
@@ -253,9 +258,8 @@ class TreeWalker:
             chain: Ancestors = (found_device, inode, ancestors)
             try:
                 names = self._names(folder, file_path, descriptor)
-                yield ListedFolder(
-                    folder, file_path, descriptor, self._entries(folder, descriptor, names, below, chain, device)
-                )
+                entries = self._entries(folder, descriptor, names, below, chain, device)
+                yield ListedFolder(folder, file_path, descriptor, entries, names, self._is_plain(folder))
             finally:
                 os.close(descriptor)
             waiting.extend(reversed(below))
@@ -302,14 +306,26 @@ class TreeWalker:
             return None
         return descriptor
 
-    def _names(self, folder: bytes, path: bytes, descriptor: int) -> list[bytes]:
+    def _is_plain(self, folder: bytes) -> bool:
+        """Return whether no entry of a folder is followed, given or excluded.
+
+        Nor has too long a path.
+        """
+        return (
+            not self._paths.followed
+            and not self._unmet
+            and self._exclusions.has_no_rules
+            and len(folder) + 1 + NAME_BYTES_MAX < PATH_BYTES_MAX
+        )
+
+    def _names(self, folder: bytes, path: bytes, descriptor: int) -> deque[bytes]:
         try:
             names: Sequence[str] = os.listdir(descriptor)
         except OSError as err:
             if not folder:
                 raise BadInput(f'path "{os.fsdecode(path)}": {err.strerror}') from err
             self._problem(path, (err.strerror or "cannot be listed").lower())
-            return []
+            return deque()
         allowed = self._paths.selected.get(folder)
         kept = names if allowed is None else [name for name in names if name in allowed]
         chosen = len(kept)
@@ -318,13 +334,13 @@ class TreeWalker:
             self._exclusions.note_pruned(folder, path)
         if len(kept) < len(names):
             self.partial.add(folder)
-        return sorted(map(os.fsencode, kept))
+        return deque(sorted(map(os.fsencode, kept)))
 
     def _entries(
         self,
         folder: bytes,
         descriptor: int,
-        names: list[bytes],
+        names: deque[bytes],
         below: list[tuple[bytes, int, int, Ancestors | None]],
         chain: Ancestors,
         device: int,
@@ -332,7 +348,8 @@ class TreeWalker:
         """Yield the entries that are stored; add folders to enter to `below`."""
         excludes, problem = self._exclusions.excludes, self._problem
         prefix = folder + b"/" if folder else b""
-        for name in names:
+        while names:
+            name = names.popleft()
             path = prefix + name
             try:
                 status = os.stat(name, dir_fd=descriptor, follow_symlinks=path in self._paths.followed)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from itertools import accumulate, count, pairwise
+from functools import partial
+from itertools import accumulate, count, islice
+from operator import lt
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -22,6 +24,7 @@ from nearkin_shared.formats.tree_entry_group import (
     EntryKind,
     TreeEntry,
     decode_group,
+    entry_keys,
     hard_link_targets,
     is_name,
     sort_key,
@@ -29,6 +32,7 @@ from nearkin_shared.formats.tree_entry_group import (
 from nearkin_shared.formats.tree_layout import (
     FOOTER_BYTES,
     GroupIndex,
+    GroupInfo,
     TreeSummary,
     decode_footer,
     decode_index,
@@ -58,6 +62,20 @@ class PlacedEntry(NamedTuple):
     def stop(self) -> int:
         """The end of its content in the blob."""
         return self.start + self.entry.content_bytes
+
+
+_new_placed: Callable[[tuple[object, ...]], PlacedEntry] = partial(tuple.__new__, PlacedEntry)
+"""Without a call of Python for each entry."""
+
+
+class EntryGroup(NamedTuple):
+    """A group of a tree as it is stored, and its entries."""
+
+    keys: list[tuple[bytes, bytes]]
+    """`sort_key` of the folder, and the name, of each entry."""
+    entries: list[PlacedEntry]
+    block: bytes
+    info: GroupInfo
 
 
 class TreeReader:
@@ -128,6 +146,12 @@ class TreeReader:
         """
         for number, block in self._read_blocks(0 if first is None else max(0, self._group_of(first))):
             yield from self._decode(number, block)
+
+    def groups(self, first: tuple[bytes, bytes] | None = None) -> Iterator[EntryGroup]:
+        """Yield the groups in order, `first` as for `entries`."""
+        for number, block in self._read_blocks(0 if first is None else max(0, self._group_of(first))):
+            keys, entries = self._decode_keyed(number, block)
+            yield EntryGroup(keys, entries, block, self._index.groups[number])
 
     def entries_backward(self, is_wanted: Callable[[int, int], bool]) -> Iterator[PlacedEntry]:
         """Yield the entries, the last one first, of each group that `is_wanted`.
@@ -253,16 +277,20 @@ class TreeReader:
         return what
 
     def _decode(self, number: int, block: bytes) -> list[PlacedEntry]:
+        return self._decode_keyed(number, block)[1]
+
+    def _decode_keyed(self, number: int, block: bytes) -> tuple[list[tuple[bytes, bytes]], list[PlacedEntry]]:
         group, what = self._index.groups[number], self._check_digest(number, block)
         entries = decode_group(block, what)
         start = self._index.content_starts[number]
-        ends = [start, *(start + end for end in accumulate(entry.content_bytes for entry in entries))]
+        sizes = [entry.content_bytes for entry in entries]
+        ends = list(accumulate(sizes, initial=start))
         if len(entries) != group.rows or ends[-1] - start != group.content_bytes:
             raise Corrupt(f"{what}: {len(entries)} entries with {ends[-1] - start} bytes; the index states others")
-        keys = [(sort_key(entry.folder), entry.name) for entry in entries]
-        if keys[0] != group.first_key or any(after <= before for before, after in pairwise(keys)):
+        keys = entry_keys(entries)
+        if keys[0] != group.first_key or not all(map(lt, keys, islice(keys, 1, None))):
             raise Corrupt(f"{what}: its entries are not in order")
-        return list(map(PlacedEntry, entries, ends, count(self._ordinals[number])))
+        return keys, list(map(_new_placed, zip(entries, ends, count(self._ordinals[number]), strict=False)))
 
 
 class TreeContentCheck:

@@ -410,12 +410,14 @@ def test_backup_succeeds_if_the_entries_of_its_parent_are_damaged(tmp_path: Path
     with open_store(tmp_path / "store", create=True) as store:
         store.backup("home", [folder])
         with pytest.MonkeyPatch.context() as patch:
-            decode = TreeReader._decode
+            decode = TreeReader._decode_keyed
 
-            def decode_damaged(reader: TreeReader, number: int, block: bytes) -> list[PlacedEntry]:
+            def decode_damaged(
+                reader: TreeReader, number: int, block: bytes
+            ) -> tuple[list[tuple[bytes, bytes]], list[PlacedEntry]]:
                 return decode(reader, number, block if number < 3 else block[:-1])
 
-            patch.setattr(TreeReader, "_decode", decode_damaged)
+            patch.setattr(TreeReader, "_decode_keyed", decode_damaged)
             result = store.backup("home", [folder])
         assert result.is_complete
         assert 0 < result.counts.unchanged_files < 5000
