@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from nearkin_shared.errors import BadInput
 from nearkin_shared.formats import upload_parts
-from nearkin_shared.formats.upload_parts import CopiedRange, PartsDecoder, PartsEncoder
+from nearkin_shared.formats.upload_parts import (
+    CopiedRange,
+    PartsDecoder,
+    PartsEncoder,
+    format_versions,
+    parse_versions,
+)
 
 BASE_BYTES = 1000
 DIGEST = bytes(range(32))
@@ -118,6 +124,47 @@ def test_ranges_must_ascend() -> None:
     """No byte of the base is copied twice: a small body would stand for terabytes."""
     with pytest.raises(BadInput, match=r"record 2 copies bytes 9 to 20; want .* within 10 to 1000"):
         decode(encode([CopiedRange(0, 10), CopiedRange(9, 20)]), 5)
+
+
+def test_ranges_of_each_source_ascend_within_it() -> None:
+    """Ranges of several sources alternate; none crosses a border, and each begins behind the one before."""
+
+    def decoded(*ranges: tuple[int, int]) -> list[CopiedRange]:
+        decoder = PartsDecoder([10, 20, 5], 1000)
+        return [part for part in decoder.feed(encode([CopiedRange(*one) for one in ranges])) if len(part)]  # type: ignore[misc]
+
+    alternating = [(10, 12), (0, 4), (30, 31), (12, 30), (4, 10), (31, 35)]
+    assert decoded(*alternating) == alternating
+    for refused, message in (
+        ([(5, 11)], "within 0 to 10"),
+        ([(10, 31)], "within 10 to 30"),
+        ([(10, 12), (0, 4), (11, 13)], "within 12 to 30"),
+        ([(30, 36)], "within 30 to 35"),
+        ([(35, 36)], "within 30 to 35"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            decoded(*refused)
+    with pytest.raises(BadInput, match="within 0 to 0"):
+        list(PartsDecoder([], 1000).feed(encode([CopiedRange(0, 1)])))
+
+
+@given(st.sets(st.integers(1, 60), min_size=1))
+def test_version_numbers_are_read_as_written(versions: set[int]) -> None:
+    """Runs are joined, and the text is as short as they allow."""
+    text = format_versions(sorted(versions))
+    assert parse_versions(text) == sorted(versions)
+    assert parse_versions(text.replace(",", ", ")) == sorted(versions)
+    assert text.count(",") + 1 == sum(version - 1 not in versions for version in versions)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "1,", "2,1", "1,1", "3-2", "1-3,3", "1-1001", "1-999,2000-2001", "-1", "1-", "a", "1 2", "1" * 20, "١"],
+)
+def test_wrong_version_numbers_are_refused(text: str) -> None:
+    """Not ascending, too many, or no numbers: the refusal has the text."""
+    with pytest.raises(BadInput, match=re.escape(f"Nearkin-Checkpoints {text}: want at most 1000")):
+        parse_versions(text)
 
 
 def test_other_version_is_refused() -> None:
