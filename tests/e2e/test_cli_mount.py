@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -88,6 +89,38 @@ def test_mounted_tree_equals_its_source(source: Path, tmp_path: Path) -> None:
             (tree / "nothing").stat()
         with pytest.raises(OSError, match="Read-only file system"):
             (tree / "small.txt").write_bytes(b"")
+
+
+@needs_fuse
+@pytest.mark.skipif(not find_library("fuse3"), reason="libfuse 2 asks for no holes")
+def test_holes_of_a_mounted_file_are_those_of_its_source(source: Path, tmp_path: Path) -> None:
+    """SEEK_HOLE and SEEK_DATA answer as at the source, so that a copy by `cp` has the holes again."""
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("k", [source])
+        store.put("blob", b"1234")
+    with mounted(tmp_path / "store", tmp_path / "mnt") as folder:
+        for name in ("sparse", "small.txt", "none", "large.bin"):
+            assert holes_of(folder / "k" / "1" / name) == holes_of(source / name), name
+        assert holes_of(folder / "blob" / "1") == [(0, 4)]
+        copied = tmp_path / "copied"
+        subprocess.run(["cp", "--sparse=auto", folder / "k" / "1" / "sparse", copied], check=True)
+    assert copied.read_bytes() == (source / "sparse").read_bytes()
+    assert copied.stat().st_blocks == (source / "sparse").stat().st_blocks
+
+
+def holes_of(path: Path) -> list[tuple[int, int]]:
+    """Return start and end of each stretch of data of a file."""
+    found, position = list[tuple[int, int]](), 0
+    with path.open("rb") as file:
+        while True:
+            try:
+                start = os.lseek(file.fileno(), position, os.SEEK_DATA)
+            except OSError as err:
+                if err.errno != errno.ENXIO:
+                    raise
+                return found
+            position = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+            found.append((start, position))
 
 
 @needs_fuse

@@ -1,9 +1,11 @@
 """Answer requests of libfuse.
 
     listing: with libfuse 3 the attributes of all entries are in its answer (READDIRPLUS), so that none is asked for
+    holes:   programs that keep holes, such as `cp` and `tar -S`, ask for the next one (SEEK_HOLE, SEEK_DATA)
     xattrs:  `ls -l` asks for two of each entry; the answer that there is none is the common one, and takes no exception
 
-mfusepy passes names alone to the kernel, and errors as exceptions; `fuse_callbacks` replaces these two methods of it.
+mfusepy passes names alone to the kernel, and errors as exceptions; `fuse_callbacks` replaces two methods of it, and
+adds that of holes.
 
 Invariant: a request that fails ends with an error number, and one that finds damage is logged; the mount stays.
 """
@@ -102,6 +104,9 @@ def fuse_operations(fuse: ModuleType, store: MountedStore, on_mount: Callable[[]
             with error_numbers("read", path):
                 return store.read(handle, offset, size)
 
+        def lseek(self, path: str, offset: int, whence: int, handle: int) -> int:
+            raise NotImplementedError  # as `getxattr`
+
         def release(self, _path: str, handle: int) -> int:
             store.close(handle)
             return 0
@@ -168,7 +173,7 @@ class FolderListings:
 
 
 def fuse_callbacks(fuse: ModuleType, store: MountedStore) -> Any:
-    """Return mfusepy's class with a listing that has attributes, and a faster `getxattr`."""
+    """Return mfusepy's class with listings that have attributes, holes, a faster `getxattr`."""
     listings = FolderListings(store)
     no_label = fuse.ENOATTR if SELINUX_FOLDER.exists() else fuse.ENOTSUP
 
@@ -195,6 +200,9 @@ def fuse_callbacks(fuse: ModuleType, store: MountedStore) -> Any:
                         break  # the buffer is full: the next call begins here
                     listing.advance()
             return 0
+
+        def lseek(self, _path: bytes, offset: int, whence: int, file: Any) -> int:
+            return store.seek(file.contents.fh, offset, whence)
 
         def getxattr(self, path: bytes, name: bytes, target: Any, size: int, *_position: int) -> int:
             try:

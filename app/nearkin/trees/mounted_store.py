@@ -11,6 +11,7 @@ Invariant: memory is bounded by the constants below and the number of versions; 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -253,6 +254,13 @@ class MountedStore:
         file = self._handles[handle]
         return file.read(lambda: self._content(handle, file), offset, size)
 
+    def seek(self, handle: int, offset: int, whence: int) -> int:
+        """Return the offset of the next data or hole of an open file, as lseek(2) does.
+
+        Raises OSError (ENXIO: there is none).
+        """
+        return self._handles[handle].seek(offset, whence)
+
     def close(self, handle: int) -> None:
         """Close a handle."""
         self._handles.pop(handle, None)
@@ -486,6 +494,28 @@ class MountedFile:
                 position = last
         pieces.append(bytes(max(0, stop - position)))
         return b"".join(pieces)
+
+    def seek(self, offset: int, whence: int) -> int:
+        """Return the next offset with data (SEEK_DATA) or without (SEEK_HOLE), `offset` included.
+
+        The end of the file is a hole. Raises OSError: ENXIO behind the last one, EINVAL for another `whence`.
+        """
+        if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        if not 0 <= offset < self._size:
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+        number = max(0, bisect_right(self._extents, offset, key=lambda extent: extent[0]) - 1)
+        for at in range(number, len(self._extents)):
+            start, length = self._extents[at]
+            if whence == os.SEEK_DATA and offset < start + length:
+                return max(start, offset)
+            if whence == os.SEEK_HOLE and start > offset:
+                break
+            if whence == os.SEEK_HOLE and offset < start + length:
+                offset = start + length
+        if whence == os.SEEK_DATA:
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+        return offset
 
 
 def _weight(entries: dict[bytes, PlacedEntry] | None) -> int:
