@@ -5,12 +5,16 @@
 Kafka, Redis, a gateway and workers run on this machine; the store is a folder. Tenant `quiet` puts blobs of 4 KiB one
 after another with `?wait=30`: alone first, then while `flood` puts blobs from many connections of another process,
 without waiting for their outcome. Run it on an idle machine; a p99 ratio of 3 at most is the aim.
+
+Each result is printed as a line of JSON once it is known. A measurement ends at most PUT_SECONDS_MAX late: a PUT
+without an answer by then counts with the time that it has waited.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -32,6 +36,10 @@ from tests.support.servers.servers import Kafka, Redis
 BLOB_BYTES = 4096
 PAUSE_SECONDS = 0.05
 RAMP_SECONDS = 3.0
+PUT_SECONDS_MAX = 35.0
+"""The gateway answers after 30 s at the latest, unless it is overloaded."""
+END_SECONDS_MAX = 15.0
+"""How long the flood's process may take to end."""
 
 
 def main() -> None:
@@ -47,8 +55,8 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="nearkin-fairness-") as folder,
         fleet(Path(folder), chosen.partitions, SPLIT if chosen.split else FUSED) as (url, flood, quiet),
     ):
-        found = measured(url, flood, quiet, chosen)
-    print(json.dumps(found, indent=1))
+        for found in measured(url, flood, quiet, chosen):
+            print(json.dumps(found), flush=True)
 
 
 @contextmanager
@@ -71,30 +79,31 @@ def fleet(folder: Path, partitions: int, services: Sequence[str]) -> Iterator[tu
         yield url, made[0], made[1]
 
 
-def measured(url: str, flood: str, quiet: str, chosen: argparse.Namespace) -> dict[str, object]:
-    """Return the quiet tenant's latencies alone and under the flood, and what became of the flood."""
+def measured(url: str, flood: str, quiet: str, chosen: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield the quiet tenant's latencies alone and under the flood, and what became of the flood."""
     asyncio.run(quiet_puts(url, quiet, 5.0))  # the start of interpreters and of a JVM is not measured
     alone = asyncio.run(quiet_puts(url, quiet, chosen.seconds))
+    yield {"alone": quantiles(alone)}
     spawning = multiprocessing.get_context("spawn")
     stop, found = spawning.Event(), spawning.Queue()
     arguments = (url, flood, chosen.flood_bytes, chosen.connections, stop, found)
     flooding = spawning.Process(target=flood_process, args=arguments)
     flooding.start()
-    found.get()  # it has begun
-    time.sleep(RAMP_SECONDS)
-    during = asyncio.run(quiet_puts(url, quiet, chosen.seconds))
-    stop.set()
-    statuses, seconds = found.get()
-    flooding.join()
-    left = httpx.get(f"{url}/v1/stats", headers=bearer(flood))
-    return {
-        "alone": quantiles(alone),
-        "during the flood": quantiles(during),
-        "p99 ratio": round(quantile(during, 0.99) / quantile(alone, 0.99), 2),
-        "flood requests/s": round(len(statuses) / seconds, 1),
-        "flood statuses": {str(status): statuses.count(status) for status in sorted(set(statuses))},
-        "flood versions committed at the end": left.json()["versions"],
-    }
+    try:
+        found.get()  # it has begun
+        time.sleep(RAMP_SECONDS)
+        during = asyncio.run(quiet_puts(url, quiet, chosen.seconds))
+        yield {"during the flood": quantiles(during)}
+        yield {"p99 ratio": round(quantile(during, 0.99) / quantile(alone, 0.99), 2)}
+        stop.set()
+        statuses, seconds = found.get(timeout=END_SECONDS_MAX)
+        flooding.join(END_SECONDS_MAX)
+    finally:
+        flooding.kill()
+    yield {"flood requests/s": round(len(statuses) / seconds, 1)}
+    yield {"flood statuses": {str(status): statuses.count(status) for status in sorted(set(statuses))}}
+    left = httpx.get(f"{url}/v1/stats", headers=bearer(flood), timeout=PUT_SECONDS_MAX)
+    yield {"flood versions committed at the end": left.json()["versions"]}
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -104,17 +113,22 @@ def bearer(token: str) -> dict[str, str]:
 
 async def quiet_puts(url: str, token: str, seconds: float) -> list[float]:
     """Put blobs one after another; return the seconds of each."""
-    found, until = list[float](), time.monotonic() + seconds
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-        while time.monotonic() < until:
-            began = time.monotonic()
-            answer = await client.put(
-                "/v1/blobs/quiet", params={"wait": 30}, content=os.urandom(BLOB_BYTES), headers=bearer(token)
-            )
+    found, began = list[float](), time.monotonic()
+    until = began + seconds
+    async with httpx.AsyncClient(base_url=url, timeout=None) as client:
+        try:
+            async with asyncio.timeout(seconds + PUT_SECONDS_MAX):
+                while time.monotonic() < until:
+                    began = time.monotonic()
+                    answer = await client.put(
+                        "/v1/blobs/quiet", params={"wait": 30}, content=os.urandom(BLOB_BYTES), headers=bearer(token)
+                    )
+                    found.append(time.monotonic() - began)
+                    if answer.status_code not in (201, 202):
+                        raise SystemExit(f"{answer.status_code}: {answer.text}")
+                    await asyncio.sleep(PAUSE_SECONDS)
+        except TimeoutError:
             found.append(time.monotonic() - began)
-            if answer.status_code not in (201, 202):
-                raise SystemExit(f"{answer.status_code}: {answer.text}")
-            await asyncio.sleep(PAUSE_SECONDS)
     return found
 
 
@@ -128,29 +142,31 @@ def flood_process(
 
 
 async def flooded(url: str, token: str, size_bytes: int, connections: int, stop: Event) -> list[int]:
-    """Put blobs from many connections until `stop`; return the statuses."""
-    statuses, ended = list[int](), asyncio.Event()
+    """Put blobs from many connections until `stop`; return the statuses of those answered, 0 for a lost connection."""
+    statuses = list[int]()
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
         floods = [
-            asyncio.create_task(flood_puts(client, token, size_bytes, number, ended, statuses))
+            asyncio.create_task(flood_puts(client, token, size_bytes, number, statuses))
             for number in range(connections)
         ]
         await asyncio.to_thread(stop.wait)
-        ended.set()
-        await asyncio.gather(*floods)
+        for task in floods:  # what is under way may take longer than anybody waits
+            task.cancel()
+        await asyncio.gather(*floods, return_exceptions=True)
     return statuses
 
 
-async def flood_puts(
-    client: httpx.AsyncClient, token: str, size_bytes: int, number: int, stop: asyncio.Event, statuses: list[int]
-) -> None:
+async def flood_puts(client: httpx.AsyncClient, token: str, size_bytes: int, number: int, statuses: list[int]) -> None:
     """Put blobs as fast as the gateway accepts them; a refusal is tried again after `Retry-After`."""
-    counted = 0
-    while not stop.is_set():
-        counted += 1
-        answer = await client.put(
-            f"/v1/blobs/f/{number}/{counted}", content=os.urandom(size_bytes), headers=bearer(token)
-        )
+    for counted in itertools.count(1):
+        try:
+            answer = await client.put(
+                f"/v1/blobs/f/{number}/{counted}", content=os.urandom(size_bytes), headers=bearer(token)
+            )
+        except httpx.HTTPError:
+            statuses.append(0)
+            await asyncio.sleep(PAUSE_SECONDS)
+            continue
         statuses.append(answer.status_code)
         if answer.status_code in (429, 503):
             await asyncio.sleep(min(5.0, float(answer.headers.get("retry-after", "1"))))
