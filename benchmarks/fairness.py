@@ -142,7 +142,7 @@ def flood_process(
 
 
 async def flooded(url: str, token: str, size_bytes: int, connections: int, stop: Event) -> list[int]:
-    """Put blobs from many connections until `stop`; return the statuses of those answered, 0 for a lost connection."""
+    """Put blobs from many connections until `stop`; return the statuses, 0 for a lost connection."""
     statuses = list[int]()
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
         floods = [
@@ -150,7 +150,7 @@ async def flooded(url: str, token: str, size_bytes: int, connections: int, stop:
             for number in range(connections)
         ]
         await asyncio.to_thread(stop.wait)
-        for task in floods:  # what is under way may take longer than anybody waits
+        for task in floods:  # a request may take longer than END_SECONDS_MAX
             task.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
     return statuses
