@@ -65,8 +65,6 @@ class CheckpointOptions(NamedTuple):
     key: str
     """Of the checkpoints; of no use to a server, which has its own."""
     metadata: dict[str, str]
-    within_files: bool = True
-    """Whether one may end inside a file."""
 
 
 class TreeUnchanged(Exception):
@@ -122,7 +120,7 @@ class TreeBackup(BackupWalk):
         if not parents and isinstance(sink, StoreSink):
             sink.seek_no_bases()
         self._previous_entries = parents[-1].reader.summary.entries if parents else -1
-        overlaps = len(parents) > 1 and any(parent.manifest is None for parent in parents)
+        overlaps = any(parent.remote.checkpoint is not None for parent in parents)
         self._found = OrderedEntries((merged_entries if overlaps else parent_entries)(parents))
         self._schedule = CheckpointSchedule(max([_earlier_bytes(parent) for parent in parents], default=0))
         self._reused = ReusedContent(tree, self._count_reused)
@@ -311,8 +309,7 @@ class TreeBackup(BackupWalk):
 
         Returns as `TreeWriter.read_content`.
         """
-        options = self._checkpoint
-        if options is None or not options.within_files or entry.content_bytes < PARTIAL_BYTES_MIN:
+        if self._checkpoint is None or entry.content_bytes < PARTIAL_BYTES_MIN:
             return self._tree.read_content(descriptor, stretches, FileProgress(blake3(), 0, self._count_read))
         hasher = None
         if found is not None and self._comparison.is_continued(status, found.placed.entry):

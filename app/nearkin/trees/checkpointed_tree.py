@@ -3,8 +3,9 @@
     new file   -> checkpoint in progress: its bytes and its entry     both -> the order of the whole tree,
     old file   -> nothing is sent                                              as ranges of sources
 
-A checkpoint is a tree of the new files since the one before. The whole tree is made of ranges of the parents and of the
-checkpoints at the end; new bytes that were not sent yet are part of it.
+A checkpoint is a tree of the new files since the one before; it may end inside a file, where the next one begins. The
+whole tree is made of ranges of the parents and of the checkpoints at the end; new bytes that were not sent yet are part
+of it.
 
 Invariant: a checkpoint has the entries of all its bytes, so that the next run finds each file that it has.
 """
@@ -20,9 +21,12 @@ from itertools import chain
 from queue import Full, Queue
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
+from nearkin.trees.file_content import remaining
+from nearkin.trees.parent_tree import format_continued
 from nearkin.trees.tree_sinks import IDLE_SECONDS, STREAM_BUFFER_BYTES, StreamSink
 from nearkin.trees.tree_writer import TreeWriter
 from nearkin_shared.errors import BadInput, SourceFailed
+from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES
 from nearkin_shared.formats.tree_layout import tree_digest
 from nearkin_shared.formats.upload_parts import CHECKPOINTS_MAX
 
@@ -153,10 +157,11 @@ class OutgoingCheckpoint:
 class CheckpointSink:
     """Receives a tree: sends new bytes as checkpoints, and notes where all bytes are."""
 
-    def __init__(self, send: Callable[[BinaryIO, int], PutResult], sources: int) -> None:
+    def __init__(self, send: Callable[[BinaryIO, int, str], PutResult], sources: int) -> None:
         """Begin the tree.
 
-        `send`: uploads a checkpoint, behind so many new bytes. `sources`: how many there are before these checkpoints.
+        `send`: uploads a checkpoint, behind so many new bytes, and behind the start of a file or not (CONTINUES_FIELD).
+        `sources`: how many there are before these checkpoints.
         """
         self._send = send
         self._sources = sources
@@ -168,9 +173,14 @@ class CheckpointSink:
         self._written_at = time.monotonic()
         self._begin()
 
-    def _begin(self) -> None:
+    @property
+    def is_full(self) -> bool:
+        """Whether there are as many checkpoints as a version may have."""
+        return len(self.ended) + self._sources >= CHECKPOINTS_MAX - 1  # the one in progress is used as well
+
+    def _begin(self, continues: str = "") -> None:
         before = self._new_bytes
-        self.last = OutgoingCheckpoint(lambda file: self._send(file, before))
+        self.last = OutgoingCheckpoint(lambda file: self._send(file, before, continues))
         self._stream = StreamSink(cast("BinaryIO", self.last))
         self._tree = TreeWriter(self._stream, b"", "")
 
@@ -201,6 +211,21 @@ class CheckpointSink:
         """Add the entry of the file whose content are the last new bytes."""
         self._tree.add(entry)
 
+    def end_inside(self, partial: PartialFile, part: TreeEntry) -> Future[PutResult]:
+        """End the checkpoint inside a file; the next one begins there.
+
+        `part`: the entry of the bytes that this checkpoint has of it. Returns as `end_checkpoint`.
+        """
+        self._tree.add(part)
+        self._tree.hash_state = partial.hash_state
+        self._end_last(format_continued(partial.entry.content_bytes, partial.entry.digest))
+        return self.ended[-1].done
+
+    def begin_inside(self, done_bytes: int, digest: bytes) -> None:
+        """Begin a checkpoint inside a file of which earlier ones have `done_bytes`."""
+        begin = self._end_last if self._tree.entries else self._begin
+        begin(format_continued(done_bytes, digest))
+
     def end_chunk(self, *, ends_segment: bool = False) -> None:
         """Do nothing: the server chooses the borders of chunks."""
 
@@ -230,7 +255,7 @@ class CheckpointSink:
 
         Without new files it is the one before.
         """
-        if self.ended and (not self._tree.entries or len(self.ended) + self._sources >= CHECKPOINTS_MAX):
+        if self.ended and (not self._tree.entries or self.is_full):
             return self.ended[-1].done
         self._end_last()
         return self.ended[-1].done
@@ -243,12 +268,12 @@ class CheckpointSink:
         for outgoing in self.ended:
             outgoing.done.result()
 
-    def _end_last(self) -> None:
+    def _end_last(self, continues: str = "") -> None:
         self._tree.finish(0)
         self._stream.flush()
         self.last.end()
         self.ended.append(self.last)
-        self._begin()
+        self._begin(continues)
 
     def wait_for(self, done: Future[PutResult]) -> None:
         """Wait until a checkpoint is durable. Raises what went wrong."""
@@ -267,6 +292,8 @@ class CheckpointedTree(TreeWriter):
         self._checkpoints = sink
         self._is_new = False
         """Whether bytes of the next entry were read."""
+        self._done_bytes = 0
+        """Of the file that is being read, in earlier checkpoints."""
         self._ending: Iterable[bytes] = ()
         self.ending_bytes: int = 0
         """Of the parts behind the contents."""
@@ -280,6 +307,9 @@ class CheckpointedTree(TreeWriter):
         self, descriptor: int, extents: tuple[tuple[int, int], ...], progress: FileProgress | None = None
     ) -> tuple[int, bytes, OSError | None]:
         """Write extents of a file. Returns as `TreeWriter.read_content`."""
+        self._done_bytes = 0 if progress is None else progress.done_bytes
+        if progress is not None and progress.done_bytes:
+            self._checkpoints.begin_inside(progress.done_bytes, progress.hasher.digest(length=DIGEST_BYTES))
         result = super().read_content(descriptor, extents, progress)
         self._is_new = result[0] > 0
         return result
@@ -287,7 +317,7 @@ class CheckpointedTree(TreeWriter):
     def add(self, entry: TreeEntry) -> None:
         """Add an entry whose content, if any, has been written."""
         if self._is_new:  # before a checkpoint may end
-            self._checkpoints.add(entry)
+            self._checkpoints.add(self._part_of(entry))
             self._is_new = False
         super().add(entry)
 
@@ -295,7 +325,18 @@ class CheckpointedTree(TreeWriter):
         self, key: str, metadata: dict[str, str], unread: int, partial: PartialFile | None = None
     ) -> Future[PutResult]:
         """Make the new files durable. Returns as `TreeWriter.checkpoint`."""
-        return self._checkpoints.end_checkpoint()
+        if partial is None or self._checkpoints.is_full:
+            return self._checkpoints.end_checkpoint()
+        done = self._checkpoints.end_inside(partial, self._part_of(partial.entry))
+        self._done_bytes = partial.entry.content_bytes
+        return done
+
+    def _part_of(self, entry: TreeEntry) -> TreeEntry:
+        """Return an entry with the content alone that earlier checkpoints do not have."""
+        if not self._done_bytes:
+            return entry
+        stretches = ((0, entry.size),) if entry.extents is None else entry.extents
+        return entry._replace(extents=remaining(stretches, self._done_bytes))
 
     def finish(self, unread: int) -> bytes:
         """Make groups, index and footer, which `ending` returns; return the digest of the tree."""

@@ -108,3 +108,14 @@ def remaining(stretches: Sequence[tuple[int, int]], done_bytes: int) -> Extents:
         if skipped < length:
             kept.append((offset + skipped, length - skipped))
     return tuple(kept)
+
+
+def joined_extents(stretches: Sequence[tuple[int, int]]) -> Extents:
+    """Return ascending stretches of data, adjacent ones as one."""
+    joined: list[tuple[int, int]] = []
+    for offset, length in stretches:
+        if joined and sum(joined[-1]) == offset:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((offset, length))
+    return tuple(joined)

@@ -16,14 +16,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush, heapreplace
-from itertools import islice, repeat
+from itertools import groupby, islice, repeat
+from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from nearkin.trees.file_content import joined_extents
 from nearkin.trees.tree_writer import TreeWriter
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.formats.tree_entry_group import EntryFlag
 from nearkin_shared.reading.tree_reader import EntryGroup, PlacedEntry, ReadRange, TreeReader
 from nearkin_shared.storage.container_graph import reachable_containers
 from nearkin_shared.storage.containers import ContainerStore
@@ -34,6 +37,8 @@ from nearkin_shared.validation import RESERVED_PREFIX
 EntryKey = tuple[bytes, bytes]
 """`sort_key` of the folder, and the name."""
 EntryT = TypeVar("EntryT")
+CONTINUES_FIELD = "continues"
+"""Metadata of a checkpoint on a server that begins inside a file: `BYTES DIGEST` of the file before it."""
 _log = logging.getLogger("nearkin")
 
 
@@ -63,9 +68,22 @@ class ParentTree(NamedTuple):
         return self.manifest is not None and self.manifest.key.startswith(RESERVED_PREFIX)
 
     @property
+    def continues(self) -> str:
+        """Of a checkpoint that begins inside a file: bytes and digest of the file before it."""
+        return "" if self.remote.checkpoint is None else self.remote.checkpoint.get(CONTINUES_FIELD, "")
+
+    @property
     def metadata(self) -> Mapping[str, str]:
         """Of the version, in this store; on a server of a checkpoint alone."""
         return (self.remote.checkpoint or {}) if self.manifest is None else self.manifest.metadata
+
+
+class ContentPart(NamedTuple):
+    """Bytes [start, stop) of a parent."""
+
+    parent: ParentTree
+    start: int
+    stop: int
 
 
 class FoundEntry(NamedTuple):
@@ -73,6 +91,13 @@ class FoundEntry(NamedTuple):
 
     parent: ParentTree
     placed: PlacedEntry
+    joined: tuple[ContentPart, ...] = ()
+    """Of a file in several checkpoints: its content, in order. The entry is of the whole; `parent` has the end."""
+
+    @property
+    def parts(self) -> tuple[ContentPart, ...]:
+        """The content of the entry."""
+        return self.joined or (ContentPart(self.parent, self.placed.start, self.placed.stop),)
 
 
 def check_sound(containers: ContainerStore, quarantine: Quarantine, manifest: Manifest) -> None:
@@ -181,20 +206,22 @@ def parent_entries(parents: Sequence[ParentTree]) -> Iterator[KeyedGroup[FoundEn
     for parent in parents:
         try:
             for keys, entries, stored in entry_groups(parent.reader, last):
-                yield KeyedGroup(keys, list(map(_new_found, zip(repeat(parent), entries, strict=False))), stored)
+                yield KeyedGroup(
+                    keys, list(map(_new_found, zip(repeat(parent), entries, repeat(()), strict=False))), stored
+                )
                 last = keys[-1]
         except Corrupt as err:
             _log.warning("%s: files behind the damage are read", err)
 
 
-_new_found: Callable[[tuple[ParentTree, PlacedEntry]], FoundEntry] = partial(tuple.__new__, FoundEntry)
+_new_found: Callable[[tuple[ParentTree, PlacedEntry, tuple[()]]], FoundEntry] = partial(tuple.__new__, FoundEntry)
 """Without a call of Python for each entry."""
 
 
 def merged_entries(parents: Sequence[ParentTree]) -> Iterator[KeyedGroup[FoundEntry]]:
     """Yield the entries of trees whose keys overlap, in order.
 
-    Of each key the entry of the first tree that has it.
+    Of each key the entry of the first tree that has it; of a file in several checkpoints the parts that fit together.
     """
     merged = _merged(parents)
     while rows := list(islice(merged, MERGED_ROWS)):
@@ -202,9 +229,49 @@ def merged_entries(parents: Sequence[ParentTree]) -> Iterator[KeyedGroup[FoundEn
 
 
 def _merged(parents: Sequence[ParentTree]) -> Iterator[tuple[EntryKey, FoundEntry]]:
+    for key, same in groupby(_ranked(parents), key=itemgetter(0)):
+        found: FoundEntry | None = None
+        later: dict[str, FoundEntry] = {}  # by what is before: checkpoints may be stored in another order than sent
+        for _, one in same:  # the newest first
+            if one.parent.continues and not one.placed.ordinal:
+                later.setdefault(one.parent.continues, one)
+            elif found is None:
+                found = one
+        if found is not None:
+            yield key, joined_entry(found, later) if later else found
+
+
+def joined_entry(found: FoundEntry, later: dict[str, FoundEntry]) -> FoundEntry:
+    """Return the start of a file together with the parts that follow it.
+
+    `later`: parts of the file by `format_continued` of what is before them.
+    """
+    while found.placed.entry.flags == EntryFlag.INCOMPLETE:
+        entry = found.placed.entry
+        part = later.get(format_continued(entry.content_bytes, entry.digest))
+        if part is None:
+            break
+        following = part.placed.entry
+        if any(getattr(entry, name) != getattr(following, name) for name in ("size", "mtime_ns", "ctime_ns", "inode")):
+            break
+        extents = joined_extents([*(entry.extents or ()), *(following.extents or ())])
+        is_whole = not following.flags and extents == ((0, following.size),)
+        joined = following._replace(extents=None if is_whole else extents)
+        if joined.flags and joined.content_bytes == entry.content_bytes:
+            break  # nothing more
+        found = FoundEntry(part.parent, part.placed._replace(entry=joined), found.parts + part.parts)
+    return found
+
+
+def format_continued(done_bytes: int, digest: bytes) -> str:
+    """Return the metadata of a checkpoint that begins inside a file."""
+    return f"{done_bytes} {digest.hex()}"
+
+
+def _ranked(parents: Sequence[ParentTree]) -> Iterator[tuple[EntryKey, FoundEntry]]:
+    """Yield the entries of trees by key; of one key in the order of the trees."""
     waiting = sorted(((parent.reader.first_key, rank) for rank, parent in enumerate(parents)), reverse=True)
     heap: list[tuple[EntryKey, int, FoundEntry, Iterator[tuple[EntryKey, FoundEntry]]]] = []
-    last: EntryKey | None = None
     while heap or waiting:
         while waiting and (not heap or waiting[-1][0] <= heap[0][0]):  # few trees are read at a time
             rank = waiting.pop()[1]
@@ -220,9 +287,7 @@ def _merged(parents: Sequence[ParentTree]) -> Iterator[tuple[EntryKey, FoundEntr
             heappop(heap)
         else:
             heapreplace(heap, (following[0], rank, following[1], stream))
-        if key != last:
-            yield key, found
-            last = key
+        yield key, found
 
 
 def _rows_of(parent: ParentTree) -> Iterator[tuple[EntryKey, FoundEntry]]:
@@ -249,12 +314,12 @@ class ReusedContent:
 
     def add(self, found: FoundEntry) -> None:
         """Append the content of a file."""
-        placed = found.placed
-        if self._parent is not found.parent or placed.start != self._stop:
-            self.flush()
-            self._parent, self._start = found.parent, placed.start
-        stop = self._stop = placed.stop
-        self._stops.append(stop)
+        for parent, start, stop in found.parts:
+            if self._parent is not parent or start != self._stop:
+                self.flush()
+                self._parent, self._start = parent, start
+            self._stop = stop
+            self._stops.append(stop)
 
     def add_all(self, parent: ParentTree, entries: Sequence[PlacedEntry]) -> None:
         """Append the contents of consecutive entries of a parent."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nearkin.trees.parent_tree import ParentTree, RemoteSource
 from nearkin_shared.errors import BaseUnusable, Corrupt, FormatTooNew, NotFound
+from nearkin_shared.formats.upload_parts import CHECKPOINTS_MAX
 from nearkin_shared.reading.tree_reader import TreeReader
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from nearkin.trees.checkpointed_tree import SourceRange
     from nearkin_shared.results import VersionInfo
 
+CONTINUED_MAX = CHECKPOINTS_MAX * 9 // 10
+"""Checkpoints of runs that did not end; there is room for others of this one."""
 _log = logging.getLogger("nearkin.client")
 
 
@@ -72,7 +75,7 @@ class RemoteSources:
         if base is not None:
             found._add_parent(base, is_checkpoint=False)
         found.has_checkpoints = bool(checkpoints)
-        for info in checkpoints:
+        for info in checkpoints[:CONTINUED_MAX]:
             if base is None or info.created > base.created:
                 with suppress(Corrupt, FormatTooNew):
                     found._add_parent(info, is_checkpoint=True)

@@ -24,6 +24,7 @@ from nearkin.trees.backup import READ_BYTES_FIELD, CheckpointOptions, TreeBackup
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, ComparisonOptions
 from nearkin.trees.byte_pipe import BytePipe
 from nearkin.trees.checkpointed_tree import CheckpointedTree, CheckpointSink
+from nearkin.trees.parent_tree import CONTINUES_FIELD
 from nearkin.trees.remote_sources import RemoteSources
 from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions
 from nearkin.trees.store_backup import BackupResult, metadata_of, tree_metadata
@@ -114,12 +115,14 @@ def _send_changes(
         raise BaseUnusable(str(err)) from err
     changing = replace(options, skip_if_unchanged=False)
     metadata = metadata_of(options)
-    checkpoint = CheckpointOptions("", {}, within_files=False)
+    checkpoint = CheckpointOptions("", {})
     backup = TreeBackup(paths, changing, counts, parents=sources.parents, checkpoint=checkpoint)
     earlier_bytes = sources.checkpoint_bytes
 
-    def send(file: BinaryIO, new_bytes: int) -> PutResult:
+    def send(file: BinaryIO, new_bytes: int, continues: str) -> PutResult:
         fields = {CONTENT_TYPE: CONTENT_TYPE_TREE, READ_BYTES_FIELD: str(earlier_bytes + new_bytes)}
+        if continues:
+            fields[CONTINUES_FIELD] = continues
         return store.put_checkpoint(key, Upload(file), fields)
 
     sink = CheckpointSink(send, len(sources.versions))

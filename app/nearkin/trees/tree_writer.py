@@ -119,6 +119,8 @@ class TreeWriter:
         self._summary = TreeSummary(root=root, host=host)
         self.partial: tuple[bytes, ...] | msgspec.UnsetType = msgspec.UNSET
         """Folders of which something is left out, for the summary; known at the end."""
+        self.hash_state: bytes | msgspec.UnsetType = msgspec.UNSET
+        """Of a checkpoint that ends inside a file, for the summary."""
         self._counts = _RowCounts()
         """Of the groups that ended."""
         self._users: dict[int, str] = {}
@@ -303,7 +305,9 @@ class TreeWriter:
         counts = {
             name: min(count, SIZE_BYTES_MAX) for name, count in self._counts.with_rows(self._rows)._asdict().items()
         }
-        return msgspec.structs.replace(self._summary, unread=unread, partial=self.partial, **owners, **counts)
+        return msgspec.structs.replace(
+            self._summary, unread=unread, partial=self.partial, hash_state=self.hash_state, **owners, **counts
+        )
 
     def _plain_blocks(self) -> Iterator[bytes]:
         return map(decompress, self._blocks)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 import nearkin
 from nearkin.client.streaming import Upload
@@ -18,7 +19,9 @@ from nearkin.trees.backup import TreeBackup
 from nearkin.trees.backup_walk import BackupCounts
 from nearkin_gateway.auth import tokens
 from nearkin_shared.errors import AccessDenied, NotFound
+from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES
 from nearkin_shared.formats.upload_parts import PARTS_MEDIA_TYPE
+from nearkin_shared.limits import MIB
 from tests.support.checks.waiting import until
 from tests.support.servers.gateways import RunningGateway, embedded, running
 
@@ -215,3 +218,108 @@ def test_checkpoints_are_those_of_tenant_and_scope(tmp_path: Path, source: Path)
         check_whole(opened["backup"], source, tmp_path / "target")
         for store in opened.values():
             store.close()
+
+
+def die_after(server: RemoteStore, source: Path, read_bytes: int) -> BackupCounts:
+    """Run a backup that ends by an error once so many bytes were read, inside a file."""
+    counts = BackupCounts()
+    count = TreeBackup._count_read
+
+    def failing(backup: TreeBackup, size_bytes: int) -> None:
+        count(backup, size_bytes)
+        if counts.read_bytes >= read_bytes:
+            raise Died
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeBackup, "_count_read", failing)
+        with pytest.raises(Died):
+            server.backup("home", [source], counts=counts)
+    return counts
+
+
+def await_checkpoints(server: RemoteStore, size_bytes: int) -> None:
+    """Wait until checkpoints that had ended are durable."""
+    until(lambda: sum(one.size_bytes for one in server.checkpoints("home")) >= size_bytes)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A folder with a large file, one with holes, and small ones around them; 36 MiB of data."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name in ("a", "c", "e"):
+        (folder / name).write_bytes(os.urandom(FILE_BYTES))
+    (folder / "b").write_bytes(os.urandom(24 * MIB))
+    with (folder / "d").open("wb") as file:
+        for offset in (1, 9, 20):
+            file.seek(offset * MIB)
+            file.write(os.urandom(4 * MIB))
+        file.truncate(30 * MIB)
+    time.sleep(1.1)
+    return folder
+
+
+@pytest.mark.parametrize("stops", [[10], [33], [10, 8], [5, 5, 5, 17], [10, 1, 1]])
+def test_run_that_ends_inside_a_file_is_continued(
+    stops: list[int], server: RemoteStore, large: Path, tmp_path: Path
+) -> None:
+    """Each run goes on inside the file, behind the parts that the runs before stored."""
+    total, done = 36 * MIB + 3 * FILE_BYTES, 0
+    for stop in stops:
+        counts = die_after(server, large, stop * MIB)
+        assert counts.reused_bytes >= done - 4 * MIB
+        done = counts.reused_bytes + counts.read_bytes
+        await_checkpoints(server, done - 4 * MIB)
+    result = server.backup("home", [large])
+    assert result.is_complete
+    assert result.counts.read_bytes + result.counts.reused_bytes == total
+    assert result.counts.reused_bytes >= done - 4 * MIB
+    for placed in server.tree("home").entries():
+        if placed.entry.digest:
+            stored = server.get("home", start=placed.start, stop=placed.stop).read()
+            assert placed.entry.digest == blake3(stored).digest(length=DIGEST_BYTES)
+    check_whole(server, large, tmp_path / "target")
+    assert (tmp_path / "target" / "d").stat().st_blocks < 20 * MIB // 512
+
+
+def test_file_that_changed_is_not_continued(server: RemoteStore, large: Path, tmp_path: Path) -> None:
+    """Neither parts of the old content, nor parts without their start, are taken over."""
+    die_after(server, large, 15 * MIB)
+    await_checkpoints(server, 11 * MIB)
+    (large / "b").write_bytes(os.urandom(24 * MIB))
+    time.sleep(1.1)
+    die_after(server, large, 9 * MIB)
+    await_checkpoints(server, 16 * MIB)
+    result = server.backup("home", [large])
+    assert 4 * MIB <= result.counts.reused_bytes <= 9 * MIB + FILE_BYTES
+    check_whole(server, large, tmp_path / "target")
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_lost_part_of_a_file_ends_what_is_taken_over(
+    lost: int, server: RemoteStore, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts behind a missing one are read again."""
+    die_after(server, large, 23 * MIB)
+    await_checkpoints(server, 19 * MIB)
+    found = server.checkpoints("home")
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteStore, "checkpoints", lambda *_: found[:lost] + found[lost + 1 :])
+        result = server.backup("home", [large])
+    assert result.is_complete
+    assert result.counts.read_bytes >= 30 * MIB
+    check_whole(server, large, tmp_path / "target")
+
+
+def test_parts_of_a_file_are_joined_in_any_order(
+    server: RemoteStore, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints are sent two at a time: a later part may have the lower version."""
+    die_after(server, large, 23 * MIB)
+    await_checkpoints(server, 19 * MIB)
+    found = server.checkpoints("home")
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteStore, "checkpoints", lambda *_: found[::-1])
+        result = server.backup("home", [large])
+    assert result.counts.reused_bytes >= 19 * MIB
+    check_whole(server, large, tmp_path / "target")
