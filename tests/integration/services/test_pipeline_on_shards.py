@@ -44,7 +44,7 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(kafka: Kafka, topic_prefix: str, tmp_path: Path) -> Iterator[Fleet]:
+def fleet(kafka: Kafka, topic_prefix: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
     config_file = tmp_path / "pipeline" / "nearkin.toml"
     folders = [tmp_path / f"shard-{number}" for number in range(SHARDS)]
     shards = [ShardProcess(folder, number, SHARDS, config=config_file) for number, folder in enumerate(folders)]
@@ -56,7 +56,7 @@ def fleet(kafka: Kafka, topic_prefix: str, tmp_path: Path) -> Iterator[Fleet]:
         "gateway": {"port": 0},
         "auth": {"tokens_file": str(tmp_path / "tokens.json")},
         "deletion": {"undelete_seconds": 0},
-        "gc": {"grace_seconds": 3, "interval_seconds": 0},
+        "gc": {"grace_seconds": 3, "interval_seconds": 0, **getattr(request, "param", {})},
     }
     shards[0].give_new_lease()
     monitor_port = free_port()
@@ -193,3 +193,27 @@ def test_killed_shards_lose_no_upload(fleet: Fleet, client: httpx.Client) -> Non
     listed = client.get("/v1/blobs", params={"limit": 1000}).json()
     assert {entry["key"] for entry in listed["blobs"]} == blobs.keys()
     assert put(client, "copy", blobs["0/0"])["ledger"]["unique_bytes"] == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fleet", [{"mode": "hybrid", "interval_seconds": 1}], indirect=True)
+def test_killed_shards_leave_no_entry_of_freed_data(fleet: Fleet, client: httpx.Client) -> None:
+    """GC runs by change go on after each kill; freed data are new again, and the rest is restored."""
+    blobs = {f"k{number}": content(2 * MIB, number) for number in range(6)}
+    for key, data in blobs.items():
+        assert put(client, key, data)["state"] == "committed"
+    stored = objects_bytes(fleet)
+    deleted = list(blobs)[::2]
+    for number, key in enumerate(deleted):
+        client.delete(f"/v1/blobs/{key}").raise_for_status()
+        shard = fleet.shards[number % SHARDS]
+        shard.kill()
+        time.sleep(1.0)
+        shard.start()
+    until(lambda: objects_bytes(fleet) < 0.7 * stored, fleet.pipeline.logs, seconds=150)
+    for key in deleted:
+        again = put(client, key, blobs[key])
+        assert again["state"] == "committed"
+        assert again["ledger"]["unique_bytes"] == len(blobs[key]), "an entry of deleted data was found"
+    for key, data in blobs.items():
+        assert client.get(f"/v1/blobs/{key}").content == data
