@@ -28,6 +28,7 @@ from nearkin_gateway.state import Gateway
 from nearkin_shared.config.loader import with_changes
 from nearkin_shared.config.settings import Settings
 from tests.support.checks.waiting import until
+from tests.support.servers.termination import exit_on_sigterm
 
 ANSWER_SECONDS_MAX = 60.0
 
@@ -131,6 +132,7 @@ def process(
 
     `python`: another interpreter runs the code of its own environment.
     """
+    exit_on_sigterm()
     path = {"PYTHONPATH": os.pathsep.join(sys.path)} if python == sys.executable else {}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -32,6 +32,7 @@ from nearkin_shared.storage.staged_packs import PACK_BYTES, UploadAttempt, put_p
 from nearkin_shared.utils.failpoints import VARIABLE
 from tests.support.servers import changed_constants
 from tests.support.servers.changed_constants import split_constants
+from tests.support.servers.termination import exit_on_sigterm
 
 SPLIT = ("chunker", "dedup", "resemblance", "delta", "maintenance")
 """A process for each stage; `delta` carries the committer, too."""
@@ -106,6 +107,7 @@ class Pipeline:
         fresh.replace(self.config_file)
 
     def __enter__(self) -> Self:
+        exit_on_sigterm()
         create_topics(self.settings)
         for service in self.services:
             self.start(service)
