@@ -3,7 +3,7 @@
     python -m nearkin.workers.index_shard --shard 0 --of 3 --folder FOLDER
 
 At its start the shard adds what the object store has and its folder lacks; then it is ready. Callers prove with a token
-that they have the store's secret.
+that they have the store's secret. `monitor.port` has `/livez`, `/readyz` and `/metrics`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from nearkin_shared.kafka.worker import settings_of
 from nearkin_shared.objectstore.factory import open_store_of
 from nearkin_shared.objectstore.parity import ParityObjectStore
 from nearkin_shared.observability import log_setup
+from nearkin_shared.observability.health import Monitor
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.descriptor import Descriptor
 from nearkin_shared.storage.manifests import ManifestStore, object_name
@@ -161,11 +162,15 @@ def main(number: int, count: int, folder: Path, host: str, port: int, config_fil
     """Run one shard."""
     settings = settings_of(config_file)
     log_setup.start(settings, logging.WARNING)
+    monitor = Monitor(settings.monitor)
     try:
+        monitor.start()
         server = _wait_for_store(settings, ShardPlace(number, count, folder, host, port))
     except NearkinError as err:
         raise click.ClickException(str(err)) from err
-    server.run()
+    monitor.on_connect({"index": server.check_ready})
+    server.run(monitor.pulse("calls").beat)
+    monitor.stop()
 
 
 if __name__ == "__main__":

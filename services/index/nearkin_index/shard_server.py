@@ -24,7 +24,7 @@ import uvicorn
 from nearkin_index.shard_app import ShardApp, ShardCalls
 from nearkin_index.shard_index import ShardIndex
 from nearkin_index.state_file import StateFile
-from nearkin_shared.errors import ConfigError, IndexDamaged, NearkinError, NotFound
+from nearkin_shared.errors import ConfigError, IndexDamaged, NearkinError, NotFound, StoreUnavailable
 from nearkin_shared.index.shards.key_ranges import SHARDS_MAX
 from nearkin_shared.index.tablets.tablet_tables import Directories, TabletOptions
 from nearkin_shared.limits import GIB
@@ -125,6 +125,18 @@ def _completed(index: ShardIndex, store: ShardStore, *, is_new: bool) -> bool:
     return True
 
 
+class _CallServer(uvicorn.Server):
+    """HTTP server that reports its loop's steps."""
+
+    on_alive: Callable[[], None] | None = None
+
+    async def on_tick(self, counter: int) -> bool:
+        """Report a step; there are ten a second."""
+        if self.on_alive is not None:
+            self.on_alive()
+        return await super().on_tick(counter)
+
+
 class ShardServer:
     """One shard: its HTTP server, and the thread that completes its index."""
 
@@ -134,7 +146,7 @@ class ShardServer:
         position = f"{options.number}/{options.count}/{store.store_id}"
         self._stopping = threading.Event()
         self.shard: ShardApp = ShardApp(position, options.token, self.stop, state)
-        self._server = uvicorn.Server(
+        self._server = _CallServer(
             uvicorn.Config(
                 self.shard.app,
                 host=options.host,
@@ -155,8 +167,19 @@ class ShardServer:
         self._thread = threading.Thread(target=self._open, name="nearkin-index", daemon=True)
         self.index: ShardIndex | None = None
 
-    def run(self) -> None:
-        """Serve until a signal, `stop` or damage; then close the index."""
+    def check_ready(self) -> None:
+        """Raise StoreUnavailable unless calls are answered from a complete index."""
+        if self._stopping.is_set() or self._server.should_exit:
+            raise StoreUnavailable("the shard stops")
+        if self.shard.calls is None:
+            raise StoreUnavailable("the index is being completed")
+
+    def run(self, on_alive: Callable[[], None] | None = None) -> None:
+        """Serve until a signal, `stop` or damage; then close the index.
+
+        The loop that answers calls calls `on_alive` ten times a second.
+        """
+        self._server.on_alive = on_alive
         self._thread.start()
         try:
             self._server.run()
