@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from nearkin.workers import index_shard
 from nearkin_shared.config.loader import load
 from nearkin_shared.config.settings import HOT_FIELDS, Settings
 from nearkin_shared.kafka.lag import WAITS
@@ -79,6 +80,7 @@ MATRIX: dict[str, dict[str, Any]] = {
         "config": {"storage": {"encryption": "aes-256-gcm"}},
         "secrets": {"encryption": {"name": "keys"}},
     },
+    "shards": {"indexShards": {"replicas": 3, "volume": {"storageClass": "ssd"}}},
     "hpa": SCALED,
     "keda": {
         **SCALED,
@@ -120,7 +122,7 @@ def pods(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], d
     """Yield (kind and name, metadata, spec) of everything that becomes a pod."""
     for one in objects:
         name = f"{one['kind']} {one['metadata']['name']}"
-        if one["kind"] in ("Deployment", "Job"):
+        if one["kind"] in ("Deployment", "StatefulSet", "Job"):
             yield name, one["spec"]["template"]["metadata"], one["spec"]["template"]["spec"]
         elif one["kind"] == "Pod":
             yield name, one["metadata"], one["spec"]
@@ -200,12 +202,13 @@ def test_pods_have_least_privilege(rendered: Render, case: dict[str, Any]) -> No
             assert "memory" in container["resources"]["limits"], name
             assert {"cpu", "memory"} <= set(container["resources"]["requests"]), name
             assert ":latest" not in container["image"], name
-            assert all(mount.get("readOnly") or mount["mountPath"] == "/tmp" for mount in container["volumeMounts"])
+            written = {one["mountPath"] for one in container["volumeMounts"] if not one.get("readOnly")}
+            assert written == ({"/tmp", "/var/lib/nearkin"} if name.startswith("StatefulSet") else {"/tmp"}), name
     assert seen >= (6 if is_split(case) else 3)
 
 
 def test_services_have_probes(rendered: Render, case: dict[str, Any]) -> None:
-    for name, deployment in of_kind(rendered(case), "Deployment").items():
+    for name, deployment in of_kind(rendered(case), "Deployment", "StatefulSet").items():
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert ports["monitor"] == 9090
@@ -242,10 +245,11 @@ def test_secrets_are_referenced_and_never_rendered(rendered: Render) -> None:
 
 def test_services_have_the_store_key_and_the_job_has_not(rendered: Render) -> None:
     """Only services of an encrypted store read its key."""
-    objects = rendered(MATRIX["encrypted"])
+    objects = rendered(MATRIX["encrypted"] | {"indexShards": {"replicas": 2}})
     for name, _, spec in pods(objects):
         given = [one for one in spec["containers"][0].get("env", []) if one["name"] == "NEARKIN_STORAGE__KEY"]
-        expected = [{"secretKeyRef": {"name": "keys", "key": "store.key"}}] if name.startswith("Deployment") else []
+        is_service = name.startswith(("Deployment", "StatefulSet"))
+        expected = [{"secretKeyRef": {"name": "keys", "key": "store.key"}}] if is_service else []
         assert [one["valueFrom"] for one in given] == expected, name
 
 
@@ -274,7 +278,7 @@ def test_selectors_match_the_intended_pods(rendered: Render) -> None:
 
         for one in objects:
             match one["kind"]:
-                case "Deployment" | "PodDisruptionBudget":
+                case "Deployment" | "StatefulSet" | "PodDisruptionBudget":
                     assert selected(one["spec"]["selector"]["matchLabels"]) == 1
                 case "Service":
                     assert selected(one["spec"]["selector"]) == 1
@@ -297,6 +301,93 @@ def test_network_policies_allow_listed_ports_only(rendered: Render) -> None:
         if "ingress" in policy["spec"]
     }
     assert opened == {"store-nearkin-gateway": ("http", 2), "store-nearkin-monitor": ("monitor", 1)}
+
+
+# --- index shards ----------------------------------------------------------------------------------------------------
+
+SHARDS = "store-nearkin-index-shard"
+
+
+def test_each_process_has_the_addresses_of_all_shards(rendered: Render, tmp_path: Path) -> None:
+    """The number of shards alone is set; a shard's address is the stable one of its pod."""
+    objects = rendered({"indexShards": {"replicas": 3}, "config": {"index": {"memory": "1GiB"}}})
+    found = settings_of(objects, tmp_path).index
+    urls = tuple(f"http://{SHARDS}-{number}.{SHARDS}.backups.svc:7420" for number in range(3))
+    assert (found.backend, found.shards, found.memory) == ("shards", urls, 1 << 30)
+    service, (container,) = of_kind(objects, "Service")[SHARDS]["spec"], shard_pod(objects)["containers"]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    assert of_kind(objects, "StatefulSet")[SHARDS]["spec"]["serviceName"] == SHARDS
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert (service["ports"][0]["port"], ports[service["ports"][0]["targetPort"]]) == (7420, 7420)
+
+
+def shard_pod(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the specification of the shards' pods."""
+    spec: dict[str, Any] = of_kind(objects, "StatefulSet")[SHARDS]["spec"]["template"]["spec"]
+    return spec
+
+
+def test_shard_takes_its_number_from_its_pod(rendered: Render) -> None:
+    """Its command is one that the program takes; its folder is on its volume."""
+    objects = rendered({"indexShards": {"replicas": 3}})
+    (container,) = shard_pod(objects)["containers"]
+    number = container["env"][0]
+    assert number["name"] == "SHARD"
+    assert number["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['apps.kubernetes.io/pod-index']"
+    module, *arguments = [text.replace("$(SHARD)", "2") for text in container["command"][2:]]
+    assert module == index_shard.__name__
+    given = index_shard.main.make_context("shard", arguments).params
+    assert (given["number"], given["count"], given["port"], given["host"]) == (2, 3, 7420, "0.0.0.0")
+    (claim,) = of_kind(objects, "StatefulSet")[SHARDS]["spec"]["volumeClaimTemplates"]
+    (mount,) = (one for one in container["volumeMounts"] if one["name"] == claim["metadata"]["name"])
+    assert given["folder"].is_relative_to(mount["mountPath"])
+
+
+def test_shards_are_reached_by_the_release_alone(rendered: Render) -> None:
+    policies = of_kind(rendered({"indexShards": {"replicas": 2}}), "NetworkPolicy")
+    release = {"app.kubernetes.io/name": "nearkin", "app.kubernetes.io/instance": "store"}
+    (rule,) = policies[SHARDS]["spec"]["ingress"]
+    ports = [{"port": "calls", "protocol": "TCP"}]
+    assert rule == {"from": [{"podSelector": {"matchLabels": release}}], "ports": ports}
+    shard = {**release, "app.kubernetes.io/component": "index-shard"}
+    outgoing = policies["store-nearkin"]["spec"]["egress"]
+    assert {"to": [{"podSelector": {"matchLabels": shard}}], "ports": ports} in outgoing
+
+
+def test_shards_have_a_disruption_budget(rendered: Render) -> None:
+    budgets = of_kind(rendered({"indexShards": {"replicas": 2}}), "PodDisruptionBudget")
+    assert budgets[SHARDS]["spec"]["maxUnavailable"] == 1
+    assert SHARDS not in of_kind(rendered({"indexShards": {"replicas": 1}}), "PodDisruptionBudget")
+
+
+def test_another_number_of_shards_restarts_all(rendered: Render) -> None:
+    before, after = (rendered({"indexShards": {"replicas": count}}) for count in (2, 3))
+    services = {
+        (one["kind"], one["metadata"]["name"]) for one in before if one["kind"] in ("Deployment", "StatefulSet")
+    }
+    assert changed(before, after) == services | {("ConfigMap", "store-nearkin")}
+
+
+def test_redis_is_the_default_and_runs_no_shard(rendered: Render) -> None:
+    objects = rendered()
+    assert not of_kind(objects, "StatefulSet")
+    assert "index-shard" not in yaml.safe_dump_all(objects)
+    hot = {"features": {"algorithm": "odess"}}
+    before, after = (rendered({"indexShards": {"replicas": 2}, "config": config}) for config in ({}, hot))
+    assert changed(before, after) == {("ConfigMap", "store-nearkin")}
+
+
+def test_values_of_an_older_release_have_no_shards(rendered: Render) -> None:
+    """`--reuse-values` leaves the chart's new defaults out; null does the same."""
+    assert not changed(rendered(), rendered({"indexShards": None}))
+
+
+def test_names_of_shards_fit_labels_with_a_long_release(helm: Callable[..., str]) -> None:
+    """Kubernetes labels pods by their name, and by the StatefulSet's with a hash of eleven."""
+    text = helm("template", "r" * 53, str(CHART), values={"indexShards": {"replicas": 64}})
+    (name,) = (one["metadata"]["name"] for one in yaml.safe_load_all(text) if one and one["kind"] == "StatefulSet")
+    assert len(f"{name}-63") <= 63
+    assert len(name) + 11 <= 63
 
 
 # --- scaling ---------------------------------------------------------------------------------------------------------
@@ -492,6 +583,13 @@ def test_cold_setting_restarts_each_service(rendered: Render) -> None:
         ({"config": {"storage": {"encryption": "aes-256-gcm"}}}, "secrets.encryption.name: want a Secret"),
         ({"config": {"storage": {"key_file": "/k"}}}, "config.storage.key_file: no pod has that file"),
         ({"config": {"gateway": {"ingest": "embedded"}}}, "config.gateway.ingest embedded"),
+        ({"indexShards": {"replicas": 65}}, "indexShards/replicas"),
+        (
+            {"indexShards": {"replicas": 2}, "config": {"index": {"shards": ["http://a"]}}},
+            "config.index.shards: indexSh",
+        ),
+        ({"indexShards": {"replicas": 2}, "config": {"index": {"backend": "redis"}}}, "config.index.backend: indexSh"),
+        ({"indexShards": {"replicas": 2}, "config": {"monitor": {"port": 7420}}}, "config.monitor.port 7420: index"),
         ({"config": {"gateway": {"shutdown_seconds": 80}}}, "config.gateway.shutdown_seconds 80: want"),
         ({"config": {"gateway": {"port": 9090}}}, "config.gateway.port 9090, config.monitor.port 9090: want two"),
         ({"config": {"monitor": {"port": 0}}}, "config.monitor.port 0: want two ports, 1 at least"),
@@ -538,3 +636,12 @@ def test_notes_begin_with_a_working_curl(helm: Callable[..., str]) -> None:
     notes = helm("install", "store", str(CHART), "--dry-run=client", "--namespace", "backups", values={})
     assert 'curl -sS -H "Authorization: Bearer $NEARKIN_TOKEN" --data-binary @- "$URL/v1/blobs/greeting' in notes
     assert "port-forward svc/store-nearkin 8080:80" in notes
+    assert "Index shards" not in notes
+
+
+def test_notes_say_to_stop_all_before_another_number(helm: Callable[..., str]) -> None:
+    """Services of two numbers of shards at a time would miss entries."""
+    values = {"indexShards": {"replicas": 2}}
+    notes = helm("install", "store", str(CHART), "--dry-run=client", "--namespace", "backups", values=values)
+    assert "Before you change indexShards.replicas, also to 0, stop all services" in notes
+    assert "scale deployment,statefulset -l app.kubernetes.io/instance=store --replicas=0" in notes

@@ -25,6 +25,20 @@
 {{ end }}{{ end }}{{ end }}
 {{- end -}}
 
+{{/* Write the index shards of the release into settings: (root, settings, which change). */}}
+{{- define "nearkin.withShards" -}}
+{{- $root := index . 0 -}}
+{{- $config := index . 1 -}}
+{{- $name := include "nearkin.shards" $root -}}
+{{- $urls := list -}}
+{{- range $number := until (int (include "nearkin.shardCount" $root)) -}}
+{{- $urls = append $urls (printf "http://%s-%d.%s.%s.svc:%s" $name $number $name $root.Release.Namespace (include "nearkin.shardPort" $root)) -}}
+{{- end -}}
+{{- if $urls -}}
+{{- $_ := set $config "index" (merge (dict "backend" "shards" "shards" $urls) ($config.index | default dict)) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* nearkin_shared.config.settings.HOT_FIELDS: what running services take from the changed file. */}}
 {{- define "nearkin.hotFields" -}}
 - base.policy
@@ -39,6 +53,7 @@
 {{/* A digest of all settings but the hot ones: pods carry it, so that a change of these alone restarts none. */}}
 {{- define "nearkin.coldChecksum" -}}
 {{- $cold := deepCopy .Values.config -}}
+{{- include "nearkin.withShards" (list . $cold) -}}
 {{- range $field := include "nearkin.hotFields" . | fromYamlArray -}}
 {{- $parts := splitList "." $field -}}
 {{- with index $cold (first $parts) -}}

@@ -11,6 +11,20 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The StatefulSet of index shards and its Service. Its pods' names, and its name with a hash of 11, are labels: 63 at most. */}}
+{{- define "nearkin.shards" -}}
+{{- printf "%s-index-shard" (include "nearkin.fullname" . | trunc 40 | trimSuffix "-") -}}
+{{- end -}}
+
+{{/* Values of a release before this chart had shards (--reuse-values) have none. */}}
+{{- define "nearkin.shardCount" -}}
+{{- int (.Values.indexShards).replicas -}}
+{{- end -}}
+
+{{- define "nearkin.shardPort" -}}
+7420
+{{- end -}}
+
 {{- define "nearkin.selector" -}}
 app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -120,6 +134,16 @@ ingest: {module: nearkin_ingest}
 {{- $grace := int (dig "terminationGracePeriodSeconds" .Values.defaults.terminationGracePeriodSeconds .Values.gateway) -}}
 {{- if gt (add $stops 15) (int64 $grace) -}}
 {{- fail (printf "config.gateway.shutdown_seconds %d: want gateway.terminationGracePeriodSeconds (%d) to be 15 more, or it is killed before" $stops $grace) -}}
+{{- end -}}
+{{- if ne (include "nearkin.shardCount" .) "0" -}}
+{{- range $name := list "backend" "shards" -}}
+{{- if hasKey ($config.index | default dict) $name -}}
+{{- fail (printf "config.index.%s: indexShards.replicas is set, and the chart writes it; leave it out" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq (toString $monitor) (include "nearkin.shardPort" .) -}}
+{{- fail (printf "config.monitor.port %d: index shards answer calls there; use another port" $monitor) -}}
+{{- end -}}
 {{- end -}}
 {{- if eq (dig "gateway" "ingest" "kafka" $config) "embedded" -}}
 {{- fail "config.gateway.ingest embedded: each gateway would be a store of its own; leave it out, the chart runs the pipeline" -}}

@@ -114,3 +114,42 @@ tolerations:
 {{- end }}
 {{- end -}}
 
+{{/* How evenly pods lie over zones and nodes: (root, component, topologySpread, label of a revision or ""). */}}
+{{- define "nearkin.spread" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- $spread := index . 2 -}}
+{{- $revision := index . 3 -}}
+{{- range list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+- topologyKey: {{ . }}
+  maxSkew: {{ $spread.maxSkew }}
+  whenUnsatisfiable: {{ $spread.whenUnsatisfiable }}
+  labelSelector:
+    matchLabels:
+      {{- include "nearkin.selector" $root | nindent 6 }}
+      app.kubernetes.io/component: {{ $component }}
+  {{- with $revision }}
+  matchLabelKeys: [{{ . }}]
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Probes of a container on one of its ports. */}}
+{{- define "nearkin.probes" -}}
+# It waits up to 120 s for servers that are not up yet, and then names the missing one.
+startupProbe:
+  httpGet: {path: /livez, port: {{ . }}}
+  periodSeconds: 2
+  timeoutSeconds: 5
+  failureThreshold: 90
+livenessProbe:
+  httpGet: {path: /livez, port: {{ . }}}
+  periodSeconds: 15
+  timeoutSeconds: 10
+  failureThreshold: 4
+readinessProbe:
+  httpGet: {path: /readyz, port: {{ . }}}
+  periodSeconds: 10
+  timeoutSeconds: 10
+  failureThreshold: 3
+{{- end -}}
