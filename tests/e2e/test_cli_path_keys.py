@@ -1,4 +1,4 @@
-"""Commands that store: a path as KEY is refused, keys of older stores are not."""
+"""Commands that store: a path or a version as KEY is refused, keys of older stores are not."""
 
 from __future__ import annotations
 
@@ -73,3 +73,34 @@ def test_import_tar_of_two_archives_is_refused(store: Path, tmp_path: Path, call
             archive.add(tmp_path / "mail", "mail")
     assert_refused(call("--store", store, "import-tar", first, second), 2, f"nearkin import-tar 2.tar {second}")
     assert call("--store", store, "import-tar", str(second), second).returncode == 0
+
+
+@pytest.mark.parametrize("key", ["mail@3", "mail@36h", "mail@3:/file", "mail@1:file"])
+def test_version_of_a_key_as_key_is_refused(store: Path, tmp_path: Path, call: InProcess, key: str) -> None:
+    """A key `mail@3` would hide version 3 of `mail` from the commands that read: none makes it."""
+    notes, archive = tmp_path / "notes", tmp_path / "1.tar"
+    with tarfile.open(archive, "w") as opened:
+        opened.add(notes, "notes")
+    assert call("--store", store, "backup", "mail", tmp_path / "mail").returncode == 0
+    for words in (
+        ("backup", key, notes),
+        ("backup", key, notes, "--dry-run"),
+        ("put", key, notes / "file"),
+        ("import-tar", key, archive),
+    ):
+        done = call("--store", store, *words)
+        assert_refused(done, 2, f"is stored by `nearkin {words[0]} mail {words[2]}`")
+    assert_refused(
+        call("--store", store, "put", key, "--from-command", "--", "echo"), 2, "the store has the key 'mail'"
+    )
+    assert call.answer("--store", store, "ls", "--versions")[0]["version"] == 1
+
+
+def test_key_with_a_version_of_no_key_is_stored(store: Path, tmp_path: Path, call: InProcess) -> None:
+    """No key is hidden: without `mail`, and where the store has the key `mail@3` already, it is one like any other."""
+    notes = tmp_path / "notes"
+    assert call("--store", store, "backup", "mail@3", notes).returncode == 0
+    assert call("--store", store, "backup", "mail", notes).returncode == 0
+    for words in (("backup", "mail@3", notes), ("put", "mail@host", notes / "file"), ("put", "a@3", notes / "file")):
+        assert call("--store", store, *words).returncode == 0
+    assert call.answer("--store", store, "info", "mail@3")["version"] == 2

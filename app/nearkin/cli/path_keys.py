@@ -1,14 +1,15 @@
-"""Refuse a path as KEY, before anything is stored under it.
+"""Refuse a path, or a version of another key, as KEY, before anything is stored under it.
 
-A key is any text, so that a path may be one. Versions under such a key stay readable and the key may be continued; a
-new one is refused where the command line was probably written without KEY.
+A key is any text, so that a path or NAME@3 may be one. Versions under such a key stay readable and the key may be
+continued; a new one is refused where the command line was probably written without KEY, or would hide version 3 of
+NAME from every command that reads.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from nearkin_shared.errors import BadInput, NotFound
@@ -17,15 +18,18 @@ if TYPE_CHECKING:
     from nearkin.store_copy import AnyStore
 
 _PATH_STARTS = ("/", "./", "../", "~")
+_HEADS_MAX = 64
+"""Of a key: parts before a colon that are examined."""
 
 
 def check_new_key(store: AnyStore, key: str, paths: Sequence[str], command: str) -> None:
-    """Refuse a path as KEY.
+    """Refuse a path, or a version of another key, as KEY.
 
     A key of the store is accepted, and one that is the only path too.
 
     Raises BadInput.
     """
+    check_no_version(store, key, command, paths[0] if paths else "")
     if not _is_like_path(key) or list(paths) == [key] or _has_key(store, key):
         return
     example = " ".join(shlex.quote(text) for text in (_name_of(key), key, *paths[:1]))
@@ -36,12 +40,13 @@ def check_new_key(store: AnyStore, key: str, paths: Sequence[str], command: str)
 
 
 def check_new_key_of_file(store: AnyStore, key: str, source: str, command: str) -> None:
-    """Refuse the path of another file or folder as KEY.
+    """Refuse the path of another file or folder, or a version of another key, as KEY.
 
     A key of the store is accepted.
 
     The source - is stdin, which may have the path of any file as its key. Raises BadInput.
     """
+    check_no_version(store, key, command, source)
     if source in (key, "-") or not _is_like_path(key) or not os.path.lexists(key) or _has_key(store, key):
         return
     example = " ".join(shlex.quote(text) for text in (_name_of(source), source))
@@ -49,6 +54,34 @@ def check_new_key_of_file(store: AnyStore, key: str, source: str, command: str) 
         f"KEY {key!r}: is the path of a file or folder, and the store has no such key; KEY is a name of your choice, "
         f"before the one file to store: nearkin {command} {example}"
     )
+
+
+def check_no_version(store: AnyStore, key: str, command: str, source: str) -> None:
+    """Refuse NAME@VERSION, or NAME@VERSION:PATH, if the store has NAME and no such key.
+
+    Raises BadInput.
+    """
+    name = next((name for name in _names_before_version(key) if _has_key(store, name)), None)
+    if name is None or _has_key(store, key):
+        return
+    example = " ".join(shlex.quote(text) for text in (name, source) if text)
+    raise BadInput(
+        f"KEY {key!r}: the store has the key {name!r}, so that this is the name of one of its versions, and no such "
+        f"key; the next version of {name!r} is stored by `nearkin {command} {example}`, another key has another name"
+    )
+
+
+def _names_before_version(key: str) -> Iterator[str]:
+    """Yield NAME for each reading of a key as NAME@VERSION or NAME@VERSION:PATH."""
+    from nearkin.cli.tree_location import is_version
+
+    if "@" not in key:
+        return
+    ends = [at for at, character in enumerate(key) if character == ":"][:_HEADS_MAX]
+    for end in (*ends, len(key)):
+        name, _, version = key[:end].rpartition("@")
+        if name and is_version(version):
+            yield name
 
 
 def _is_like_path(text: str) -> bool:

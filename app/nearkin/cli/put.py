@@ -47,7 +47,7 @@ def put_one(
     from nearkin.cli.arguments import check_key
     from nearkin.cli.input_sources import run_command
     from nearkin.cli.output import print_json, print_ledger
-    from nearkin.cli.path_keys import check_new_key_of_file
+    from nearkin.cli.path_keys import check_new_key_of_file, check_no_version
     from nearkin.cli.progress import bytes_bar
     from nearkin_shared.results_json import put_json
     from nearkin_shared.savings_table import human_bytes
@@ -57,7 +57,9 @@ def put_one(
     with ExitStack() as opened:
         content, total_bytes = (None, None) if command else _open_source(source, opened, allow_empty=allow_empty)
         store = opened.enter_context(session.open(read_only=False))
-        if not command:
+        if command:
+            check_no_version(store, key, "put --from-command", "")
+        else:
             check_new_key_of_file(store, key, source, "put")
         if content is None:  # a command starts only if there is a store for its output
             running = run_command(command, allow_empty=allow_empty, show_stderr=not session.as_json)

@@ -78,11 +78,12 @@ def _split_paths(text: str) -> Iterator[tuple[str, str | None]]:
 def _split_version(head: str, path: str | None) -> Iterator[TreeLocation]:
     yield TreeLocation(head, None, path)
     key, at, version = head.rpartition("@")
-    if at and _is_version(version):
+    if at and is_version(version):
         yield TreeLocation(key, version, path)
 
 
-def _is_version(text: str) -> bool:
+def is_version(text: str) -> bool:
+    """Return whether a text has the form of a VERSION: a number or a time."""
     from datetime import UTC, datetime
 
     from nearkin.cli.verify import parse_moment
@@ -124,7 +125,7 @@ def _version_remedy(store: AnyStore, text: str) -> str | None:
     """Return what a VERSION is if the text is an existing key, @ and no version."""
     for head, _ in _split_paths(text):
         key, at, version = head.rpartition("@")
-        if at and not _is_version(version) and _is_key(key) and _exists(store, key):
+        if at and not is_version(version) and _is_key(key) and _exists(store, key):
             return (
                 f"VERSION of {key!r} is a number or a time, such as 3, 36h or 2026-11-20T18:00Z; without @VERSION the "
                 "newest applies"
