@@ -5,9 +5,8 @@ Invariant: a chunk is found only where its container's directory has its name, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,20 @@ class ShardIndex(LmdbIndex):
         Raises: IndexDamaged, FormatTooNew, StoreUnavailable.
         """
         own = OwnDirectories(directories, number, count)
-        tables = partial(TabletTables, folder=folder, directories=own, options=options, read_only=False)
-        super().__init__(folder, b"", map_bytes, tables=tables)
+
+        opened = list[TabletTables]()
+
+        def tablets(databases: Mapping[str, Any]) -> TabletTables:
+            opened.append(TabletTables(databases, folder, own, options, read_only=False))
+            return opened[0]
+
+        super().__init__(folder, b"", map_bytes, tables=tablets)
+        self.tablets: TabletTables = opened[0]
+
+    def load_tags(self) -> None:
+        """Have all tags in memory, and a snapshot of them. Raises StoreUnavailable."""
+        _ = self.report  # of the tags, which are read for it
+        self.tablets.save()
 
     def add_parts(self, parts: Sequence[ContainerPart]) -> None:
         """Add the entries of durable containers in one transaction; existing entries stay."""

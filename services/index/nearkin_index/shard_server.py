@@ -23,6 +23,7 @@ import uvicorn
 
 from nearkin_index.shard_app import ShardApp, ShardCalls
 from nearkin_index.shard_index import ShardIndex
+from nearkin_index.snapshot_keeper import SnapshotKeeper
 from nearkin_index.state_file import StateFile
 from nearkin_shared.errors import ConfigError, IndexDamaged, NearkinError, NotFound, StoreUnavailable
 from nearkin_shared.index.shards.key_ranges import SHARDS_MAX
@@ -122,6 +123,7 @@ def _completed(index: ShardIndex, store: ShardStore, *, is_new: bool) -> bool:
     store.complete(index, index.container_ids().tolist())
     index.record_generation(generation)
     index.mark_complete()
+    index.load_tags()
     return True
 
 
@@ -166,13 +168,16 @@ class ShardServer:
         )
         self._thread = threading.Thread(target=self._open, name="nearkin-index", daemon=True)
         self.index: ShardIndex | None = None
+        self.keeper: SnapshotKeeper | None = None
+        """Of the index, once it is complete."""
 
     def check_ready(self) -> None:
-        """Raise StoreUnavailable unless calls are answered from a complete index."""
+        """Raise StoreUnavailable unless the index is complete and its snapshot recent."""
         if self._stopping.is_set() or self._server.should_exit:
             raise StoreUnavailable("the shard stops")
-        if self.shard.calls is None:
+        if self.shard.calls is None or self.keeper is None:
             raise StoreUnavailable("the index is being completed")
+        self.keeper.check()
 
     def run(self, on_alive: Callable[[], None] | None = None) -> None:
         """Serve until a signal, `stop` or damage; then close the index.
@@ -213,6 +218,9 @@ class ShardServer:
                 _log.warning("index shard %d: waiting: %s", self._options.number, err)
                 self._stopping.wait(RETRY_SECONDS)
             else:
+                self.keeper = SnapshotKeeper(self.index)
+                self.keeper.step()
                 self.shard.calls = ShardCalls(self.index, self._store.container_ids)
                 _log.warning("index shard %d of %d: ready", self._options.number, self._options.count)
+                self.keeper.run(self._stopping)
                 return

@@ -42,12 +42,18 @@ BLOB_SECONDS = Histogram("nearkin_blob_seconds", "From an upload's beginning to 
 BYTES = Counter("nearkin_bytes", "Bytes of committed blobs: as sent, after dedup, after delta, as stored.", ["after"])
 CHUNKS = Counter("nearkin_chunks", "Chunks of committed blobs.", ["kind"])
 
-# --- the index and the fleet: the maintenance service
+# --- the index and the fleet: the maintenance service, index shards
 
 INDEX_WHOLE = Gauge(
     "nearkin_index_complete", "1 where the index holds what the store does, 0 until rebuilt.", ["index"]
 )
 """Labelled, so that only the process with the value exposes it: otherwise all would expose 0."""
+SNAPSHOT_AGE = Gauge(
+    "nearkin_index_snapshot_age_seconds", "How long the snapshot of the tags has lacked many containers.", ["index"]
+)
+SNAPSHOT_LACKS = Gauge(
+    "nearkin_index_snapshot_missing_containers", "Containers that it lacks: a start reads their directories.", ["index"]
+)
 REDIS_BYTES = Gauge("nearkin_redis_bytes", "Memory that Redis uses, all primaries together.")
 REDIS_FULLNESS = Gauge("nearkin_redis_memory_ratio", "Memory used of maxmemory by the fullest primary.")
 REDIS_EVICTS = Gauge("nearkin_redis_evictions_enabled", "1 where a primary's maxmemory-policy is not noeviction.")

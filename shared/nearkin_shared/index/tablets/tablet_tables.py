@@ -127,8 +127,10 @@ class TabletTables(EntryTables):
         """Row of `meta` that memory agrees with."""
         self._written: bytes | None = None
         """That row as the last transaction of this process writes it."""
-        self._unsaved = 0
+        self.unsaved: int = 0
         """Containers that the snapshot lacks."""
+        self._tried = 0
+        """Of them, those that the last try to save it had, and failed."""
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -177,7 +179,7 @@ class TabletTables(EntryTables):
             snapshot = None
         bytes_max = self._tag_bytes_max if options.is_sampled else None
         tags = ContainerTags(options.filter_bits, snapshot, bytes_max=bytes_max, level=options.level)
-        self._unsaved = 0
+        self.unsaved = self._tried = 0
         self._update(txn, tags)
         for recent in self._recent.values():  # as if this process had published them
             recent.note_published(tags.last(RECENT_MAX))
@@ -216,7 +218,7 @@ class TabletTables(EntryTables):
 
     def _read_container(self, txn: Any, tags: ContainerTags, container: int) -> None:
         tags.add(container)
-        self._unsaved += 1
+        self.unsaved += 1
         try:
             tablet = self.tablets.get(container)
         except PermanentError as err:
@@ -356,7 +358,7 @@ class TabletTables(EntryTables):
             ids = self._restored_ids(txn, container, ids, is_new_segment)
         if is_new_segment.any() or not is_known:
             txn.put(_key(container), ids.tobytes(), db=self._segments_db)
-        self._unsaved += not is_known
+        self.unsaved += not is_known
         tags.add(container)
         tags.put(container, np.concatenate([name_tags[is_new], segment_tags[is_new_segment]]))
         if not tags.hooks.are_zero:
@@ -483,14 +485,14 @@ class TabletTables(EntryTables):
         changes, state = _STATE.unpack(self._seen)
         if renew or not any(state):
             state = secrets.token_bytes(16)
-            self._unsaved = 0 if self._tags is None else len(self._tags)
+            self.unsaved, self._tried = 0 if self._tags is None else len(self._tags), 0
         self._written = _STATE.pack(changes + 1, state)
         txn.put(_META, self._written, db=self._meta)
 
     def on_written(self) -> None:
         """Save the tags after many new containers."""
         with self._lock:
-            if self._tags is not None and self._unsaved > len(self._tags) // UNSAVED_OPEN_SHARE:
+            if self._tags is not None and self.unsaved - self._tried > len(self._tags) // UNSAVED_OPEN_SHARE:
                 self._save(UNSAVED_OPEN_MIN)
 
     def on_aborted(self) -> None:
@@ -500,19 +502,36 @@ class TabletTables(EntryTables):
 
     def _save(self, unsaved_min: int) -> None:
         tags = self._tags
-        if tags is None or self._is_read_only or self._unsaved < unsaved_min or tags.table.tag_bits < TAG_BITS_MIN:
+        is_due = self.unsaved - self._tried >= unsaved_min
+        if tags is None or self._is_read_only or not is_due or tags.table.tag_bits < TAG_BITS_MIN:
             return
         try:
             write_snapshot(self._folder, _state_of(self._written or self._seen), tags.snapshot)
         except OSError as err:
             _log.warning("%s: tags are not saved (%s): the next open reads directories", self._folder, err)
-        self._unsaved = 0
+            self._tried = self.unsaved
+        else:
+            self.unsaved = self._tried = 0
+
+    @property
+    def is_snapshot_behind(self) -> bool:
+        """Return whether the next open would read many directories for want of a snapshot."""
+        tags = self._tags  # without the lock: a probe asks
+        if tags is None or tags.table.tag_bits < TAG_BITS_MIN:
+            return False
+        return self.unsaved >= max(UNSAVED_MIN, len(tags) // UNSAVED_SHARE)
+
+    def save(self) -> None:
+        """Save the tags if many containers are new, also after a failed try."""
+        with self._lock:
+            if self.is_snapshot_behind:
+                self._tried = 0
+                self._save(UNSAVED_MIN)
 
     def close(self) -> None:
         """Save the tags if many containers are new, and drop all memory. Idempotent."""
+        self.save()
         with self._lock:
-            if self._tags is not None:
-                self._save(max(UNSAVED_MIN, len(self._tags) // UNSAVED_SHARE))
             self._tags = None
         self.tablets.close()
 
