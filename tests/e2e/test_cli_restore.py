@@ -142,8 +142,19 @@ def test_restore_of_unknown_locations_is_refused(store: Path, tmp_path: Path, ca
     ):
         assert_refused(call("--store", store, "restore", location, "-o", tmp_path / "t"), code, text)
     assert not (tmp_path / "t").exists()
-    (tmp_path / "file").touch()
-    assert_refused(call("--store", store, "restore", "home", "-o", tmp_path / "file"), 2, "name a new or existing")
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_restore_into_a_file_is_refused(store: Path, tmp_path: Path, call: InProcess, options: tuple[str, ...]) -> None:
+    """The error says what the target, or a part of its path, is; a dry run says the same."""
+    file = tmp_path / "file"
+    file.touch()
+    for target, text in (
+        (file, 'file": is a file; name a new or existing folder'),
+        (file / "below", f'"{file}" is a file; name'),
+        (Path("/dev/null"), "is a special file; name"),
+    ):
+        assert_refused(call("--store", store, "restore", "home", "-o", target, *options), 2, text)
 
 
 def test_restore_counts_attributes_that_cannot_be_set(tmp_path: Path) -> None:

@@ -256,11 +256,16 @@ def partial_folders(reader: TreeReader, *, with_excluded: bool) -> frozenset[byt
 
 
 def check_target(target: Path, protected: Collection[Identity]) -> None:
-    """Refuse a target that is a folder of the store, or in one, or in any other store.
+    """Refuse a target that is no folder, below no folder, or a folder of the store or any other one.
 
     Raises BadInput.
     """
     path = Path(os.path.realpath(target))
+    above = next((one for one in (path, *path.parents) if os.path.exists(one)), path)
+    if os.path.exists(above) and not above.is_dir():
+        kind = "file" if above.is_file() else "special file"
+        which = "" if above == path else f'"{above}" '
+        raise BadInput(f'target "{target}": {which}is a {kind}; name a new or existing folder')
     for folder in (path, *path.parents):
         with suppress(OSError):
             descriptor = open_path(folder)
