@@ -18,7 +18,7 @@ import pytest
 from nearkin import open_store
 from nearkin.trees import fuse_mount
 from nearkin_shared.errors import ConfigError
-from tests.support.checks.commands import InProcess, assert_refused, command
+from tests.support.checks.commands import InProcess, assert_refused, command, environment
 from tests.support.checks.fuse_mounts import mounted_by, needs_fuse
 
 
@@ -50,6 +50,24 @@ def mounted(
 ) -> AbstractContextManager[Path]:
     """Mount a store for a block; `cwd`: the folder in which the command runs."""
     return mounted_by(command("--store", store, "--json", "mount", folder), folder, end=end, cwd=cwd)
+
+
+@needs_fuse
+def test_mount_names_the_command_that_unmounts_it(tmp_path: Path) -> None:
+    """The notice has a command that can be run as it is, of a folder with a space too."""
+    folder = tmp_path / "a mount"
+    folder.mkdir()
+    with open_store(tmp_path / "store", create=True):
+        pass
+    words = command("--store", tmp_path / "store", "mount", folder)
+    with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            told = process.stdout.readline().partition("Ctrl-C or `")[2].partition("`")[0]
+            assert told == f"fusermount -u '{folder}'"
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
 
 
 def status_of(path: Path) -> tuple[object, ...]:

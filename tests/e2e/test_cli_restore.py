@@ -146,7 +146,7 @@ def test_restore_of_unknown_locations_is_refused(store: Path, tmp_path: Path, ca
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])
 def test_restore_into_a_file_is_refused(store: Path, tmp_path: Path, call: InProcess, options: tuple[str, ...]) -> None:
-    """The error says what the target, or a part of its path, is; a dry run says the same."""
+    """The error states what the target, or a part of its path, is; that of a dry run too."""
     file = tmp_path / "file"
     file.touch()
     for target, text in (

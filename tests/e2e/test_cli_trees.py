@@ -120,7 +120,8 @@ def test_ls_still_lists_keys(store: Path, call: InProcess) -> None:
         (["ls", "hom:/etc"], 4, "key 'hom:/etc': the store has none, nor 'hom'"),
         (["ls", "home@latest:/etc"], 4, "VERSION of 'home' is a number or a time, such as 3, 36h"),
         (["ls", "hom@latest:/etc"], 4, "nor 'hom@latest'; `nearkin ls` lists the keys"),
-        (["ls", "home:/nothing"], 4, "has no entry 'nothing'"),
+        (["ls", "home:/nothing"], 4, "has no entry 'nothing'; `nearkin ls home@2:/` lists"),
+        (["ls", "home:/etc/a b/x"], 4, "`nearkin ls 'home@2:/etc/a b'` lists"),
         (["ls", "-l", "blob"], 2, "is a blob of `nearkin put`"),
         (["ls", "-l"], 2, "name it, as in `nearkin ls -l home:/`"),
         (["ls", "-R", "home:/", "--versions"], 2, "not with --literal"),
@@ -229,10 +230,13 @@ def test_dump_and_get_write_a_file(store: Path, home: Path, tmp_path: Path, call
         assert (tmp_path / command).stat().st_blocks * 512 < 1 << 20
 
 
+REMEDY = "is a tree; `nearkin restore home@{0} -o DIR` restores it, `nearkin dump home@{0}:/PATH` writes one file"
+
+
 def test_get_of_a_tree_names_restore_and_dump(store: Path, tmp_path: Path, call: InProcess) -> None:
     for arguments in (["get", "home"], ["get", "home@1"], ["get", "home", "--salvage"]):
         refused = call("--store", store, *arguments)
-        assert_refused(refused, 2, "is a tree; `nearkin restore` restores it, `nearkin dump KEY:/PATH` writes one file")
+        assert_refused(refused, 2, REMEDY.format(arguments[1].partition("@")[2] or "2"))
     raw = call("--store", store, "get", "home", "--raw").stdout
     assert len(raw) == call.answer("--store", store, "info", "home")["size_bytes"]
     for arguments, text in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from functools import partial
@@ -150,9 +151,10 @@ def _write_version(
 def refuse_tree(info: VersionInfo) -> None:
     """Raise BadInput, with the commands that read it, if a version is a tree."""
     if info.is_tree:
+        tree = shlex.quote(f"{info.key}@{info.version}")
         raise BadInput(
-            f"key {info.key!r} version {info.version}: is a tree; `nearkin restore` restores it, `nearkin dump "
-            "KEY:/PATH` writes one file; --raw writes its stored bytes"
+            f"key {info.key!r} version {info.version}: is a tree; `nearkin restore {tree} -o DIR` restores it, "
+            f"`nearkin dump {tree}:/PATH` writes one file; --raw writes its stored bytes"
         )
 
 

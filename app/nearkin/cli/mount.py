@@ -6,6 +6,7 @@ Invariant: it ends with code 0 if it is unmounted or interrupted.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -46,7 +47,8 @@ def mount(folder: Path, allow_other: bool) -> None:
         if session.as_json:
             print_line(to_json({"folder": str(folder)}))  # one line, so that a waiting reader knows its end
         else:
-            report(f"mounted at {printable(str(folder))}; Ctrl-C or `fusermount -u DIR` unmounts it")
+            command = printable(f"fusermount -u {shlex.quote(str(folder))}")
+            report(f"mounted at {printable(str(folder))}; Ctrl-C or `{command}` unmounts it")
         if sys.stdout is not None:
             sys.stdout.flush()
 

@@ -250,9 +250,11 @@ def _open_tree(store: RemoteStore, info: VersionInfo) -> TreeReader:
     label = f"{info.key!r} version {info.version}"
     digest = bytes.fromhex(info.digest.removeprefix("blake3:"))
     try:
-        return TreeReader.open(read_range, info.size_bytes, label, digest)
+        tree = TreeReader.open(read_range, info.size_bytes, label, digest)
     except Corrupt:  # stored through a server: the digest is that of all bytes
-        return TreeReader.open(read_range, info.size_bytes, label)
+        tree = TreeReader.open(read_range, info.size_bytes, label)
+    tree.location = f"{info.key}@{info.version}"
+    return tree
 
 
 def restore_remote(

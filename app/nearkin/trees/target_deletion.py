@@ -256,7 +256,7 @@ def partial_folders(reader: TreeReader, *, with_excluded: bool) -> frozenset[byt
 
 
 def check_target(target: Path, protected: Collection[Identity]) -> None:
-    """Refuse a target that is no folder, below no folder, or a folder of the store or any other one.
+    """Refuse a target that is no folder, below a file, or a folder of any store.
 
     Raises BadInput.
     """

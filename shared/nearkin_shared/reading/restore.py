@@ -178,7 +178,9 @@ class VersionReader:
             return part.read()
 
         digest = self._manifest.blake3 if self._manifest.is_tree else None
-        return TreeReader.open(read_range, self.info.size_bytes, self._label(), digest)
+        tree = TreeReader.open(read_range, self.info.size_bytes, self._label(), digest)
+        tree.location = f"{self.info.key}@{self.info.version}"
+        return tree
 
     def _plans(self, ahead: ReadAhead | None, hints: EvictionHints | None) -> Iterator[Placed]:
         """Yield the plans of the range's batches, with later ones announced in advance."""

@@ -9,6 +9,7 @@ digest of the version.
 
 from __future__ import annotations
 
+import shlex
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -86,6 +87,8 @@ class TreeReader:
         """Returns bytes [start, stop) of the blob, contents included."""
         self._index = index
         self._label = label
+        self.location = "KEY"
+        """KEY@VERSION as a command takes it, for remedies."""
         self._ordinals = [0, *accumulate(group.rows for group in index.groups)]
         """Of the first entry of each group."""
         self._decoded: tuple[int, list[PlacedEntry]] = (-1, [])
@@ -218,7 +221,8 @@ class TreeReader:
             if placed is not None:
                 return placed
         shown, above = (part.decode(errors="backslashreplace") for part in (path, folder))
-        raise NotFound(f"{self._label}: has no entry {shown!r}; `nearkin ls KEY:/{above}` lists what is there")
+        place = shlex.quote(f"{self.location}:/{above}")
+        raise NotFound(f"{self._label}: has no entry {shown!r}; `nearkin ls {place}` lists what is there")
 
     def content_of(self, placed: PlacedEntry) -> PlacedEntry:
         """Return the entry that holds the content: itself, or the target of a hard link.
