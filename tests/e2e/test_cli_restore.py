@@ -107,6 +107,18 @@ def test_restore_overwrite_policy(
     assert text[1].startswith("of those that exist ")
 
 
+def test_restore_help_and_page_name_the_default_policy(store: Path, tmp_path: Path, call: InProcess) -> None:
+    """Help and reference name the policy that applies without --overwrite, which is the one that replaces files."""
+    target = tmp_path / "t"
+    assert call("--store", store, "restore", "home", "-o", target).returncode == 0
+    (target / "a.txt").write_bytes(b"local")
+    assert call.answer("--store", store, "restore", "home", "-o", target)["kept_files"] == 0
+    assert (target / "a.txt").read_bytes() != b"local"
+    assert b"Policy for files that exist [always]." in b" ".join(call("restore", "--help").stdout.split())
+    page = Path(__file__).parents[2] / "docs" / "reference" / "trees.md"
+    assert "| `always` (default) |" in page.read_text()
+
+
 def test_restore_delete_lists_deleted_and_kept_entries(tmp_path: Path, call: InProcess) -> None:
     """A dry run, and `--verbose`, name each entry; excluded ones are deleted with --delete-excluded only."""
     source, target, store = tmp_path / "source", tmp_path / "target", tmp_path / "store"

@@ -42,7 +42,9 @@ POLICIES = ("always", "if-changed", "never")
     shell_complete=complete_folder,
     help="Restore into this folder; it is made if it does not exist.",
 )
-@click.option("--overwrite", type=click.Choice(POLICIES), default="always", help="Policy for files that exist.")
+@click.option(
+    "--overwrite", type=click.Choice(POLICIES), default="always", help="Policy for files that exist [always]."
+)
 @click.option("--delete", is_flag=True, help="Delete what restored folders contain and the tree does not.")
 @click.option("--delete-excluded", is_flag=True, help="With --delete: also what the backup left out, and sockets.")
 @click.option("-i", "--include", metavar="PATTERN", multiple=True, help="Restore only what matches; repeatable.")
