@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nearkin import open_store
-from tests.support.checks.commands import InProcess, new_store
+from tests.support.checks.commands import InProcess, assert_refused, new_store
 
 
 @pytest.fixture
@@ -59,3 +59,23 @@ def test_undelete_brings_back_what_one_forget_took(store: Path, call: InProcess)
     done = call("--store", store, "undelete", "home")
     assert done.stdout == b"undeleted 2 versions of home\n"
     assert kept(store) == {"home": [2, 3, 4], "home-archive": [3], "home/kim": [3]}
+
+
+@pytest.mark.parametrize("period", ["last", "hourly", "daily", "weekly", "monthly", "yearly"])
+def test_forget_with_rules_of_zero_alone_is_refused(store: Path, period: str, call: InProcess) -> None:
+    """A count of 0 is no rule: alone it would apply the policies of the settings; next to a rule it is accepted."""
+    before = kept(store)
+    for options in ((), ("--dry-run",)):
+        done = call("--store", store, "forget", "home", f"--keep-{period}", "0", *options)
+        assert_refused(done, 2, f"--keep-{period} 0: is no rule, and no other is given; want a number above 0")
+    assert kept(store) == before
+    words = ("--keep-within", "1d") if period == "last" else ("--keep-last", "1")
+    assert call("--store", store, "forget", "home", f"--keep-{period}", "0", *words).returncode == 0
+
+
+def test_forget_prune_names_the_command_that_frees(store: Path, call: InProcess) -> None:
+    before = kept(store)
+    refused = call("--store", store, "forget", "--keep-last", "1", "--prune")
+    assert_refused(refused, 2, "--prune: forget frees no space; run it without --prune; `nearkin gc` frees the space")
+    assert kept(store) == before
+    assert b"prune" not in call("forget", "--help").stdout

@@ -32,7 +32,7 @@ _PERIOD_SECONDS = {"hourly": 3600, "daily": 86_400, "weekly": 604_800, "monthly"
 
 
 def _count_option(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return click.option(f"--keep-{name}", metavar="N", type=_COUNT, default=0, help=text)
+    return click.option(f"--keep-{name}", metavar="N", type=_COUNT, help=text)
 
 
 @click.command(cls=AsWritten)
@@ -53,8 +53,9 @@ def _count_option(name: str, text: str) -> Callable[[Callable[..., None]], Calla
 @click.option("--min-age", metavar="TIME", help="Keep versions that are more recent than this.")
 @click.option("--literal", is_flag=True, help="Take * ? [ in KEY as they are.")
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would stay and what would go; delete nothing.")
+@click.option("--prune", is_flag=True, hidden=True)
 @shared_options
-def forget(pattern: str, min_age: str | None, literal: bool, dry_run: bool, **rules: Any) -> None:
+def forget(pattern: str, min_age: str | None, literal: bool, dry_run: bool, prune: bool, **rules: Any) -> None:
     """Delete the versions that no rule keeps.
 
     The command applies to KEY alone, to the keys that GLOB matches, as in `nearkin ls`, or without one to all. Rules
@@ -72,6 +73,11 @@ def forget(pattern: str, min_age: str | None, literal: bool, dry_run: bool, **ru
     """
     from nearkin.cli.key_patterns import KeyPattern, parse_key_or_glob
 
+    if prune:
+        raise BadInput(
+            "--prune: forget frees no space; run it without --prune; `nearkin gc` frees the space once the versions "
+            "cannot be brought back (deletion.undelete_seconds), `nearkin gc --now` at once"
+        )
     seconds = 0 if min_age is None else parse_duration("min-age", min_age)
     wanted = parse_key_or_glob(pattern, literal=literal) if pattern else KeyPattern("", lambda _key: True)
     forget_versions(current_session(), pattern, wanted, parse_policy(rules), seconds, dry_run=dry_run)
@@ -80,9 +86,10 @@ def forget(pattern: str, min_age: str | None, literal: bool, dry_run: bool, **ru
 def parse_policy(rules: Mapping[str, Any]) -> RetentionPolicy:
     """Return the policy that options name, by parameters such as `keep_daily`.
 
-    Raises BadInput.
+    Raises BadInput, also where counts are given and none of the options is a rule.
     """
     from nearkin_shared.config.storage import RetentionPolicy
+    from nearkin_shared.retention import has_rules
 
     values: dict[str, Any] = {}
     for name, value in rules.items():
@@ -93,8 +100,13 @@ def parse_policy(rules: Mapping[str, Any]) -> RetentionPolicy:
         elif name.startswith("keep_within"):
             values[f"{name}_seconds"] = 0 if value is None else _parse_within(name, value)
         else:
-            values[name] = value
-    return RetentionPolicy(**values)
+            values[name] = value or 0
+    policy = RetentionPolicy(**values)
+    zero = next((name for name, value in rules.items() if value == 0), None)
+    if zero is not None and not has_rules(policy):
+        option = zero.replace("_", "-")
+        raise BadInput(f"--{option} 0: is no rule, and no other is given; want a number above 0, or -1 to keep all")
+    return policy
 
 
 def _parse_within(name: str, text: str) -> int:
