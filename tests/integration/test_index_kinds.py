@@ -91,15 +91,20 @@ def test_missed_duplicates_are_stored_as_deltas(tmp_path: Path, monkeypatch: pyt
     """A scattered part of an old version has no hook in any batch: its chunks are found by resemblance."""
     monkeypatch.setattr(hook_levels, "LEVEL_FIRST", 15)
     monkeypatch.setattr(tablet_search, "RECENT_MAX", 2)
-    with opened(tmp_path, kind="sampled") as store:
-        for number in range(12):
-            store.put("filler", noise(5_000_000, f"filler {number}").tobytes())
-            if number == 0:
-                store.put("k", CONTENT)
-    with opened(tmp_path, kind="sampled") as store:
-        result = store.put("k", CONTENT)
-        assert result.ledger.duplicate_chunks < result.ledger.chunks
-        assert result.ledger.stored_bytes < len(CONTENT) / 10
+    for attempt in range(3):  # by the secret of the store one content in 90 has a hook, and nothing is missed
+        folder = tmp_path / str(attempt)
+        with opened(folder, kind="sampled") as store:
+            for number in range(12):
+                store.put("filler", noise(5_000_000, f"filler {number}").tobytes())
+                if number == 0:
+                    store.put("k", CONTENT)
+        with opened(folder, kind="sampled") as store:
+            result = store.put("k", CONTENT)
+        if result.ledger.duplicate_chunks < result.ledger.chunks:
+            break
+    assert result.ledger.duplicate_chunks < result.ledger.chunks
+    assert result.ledger.stored_bytes < len(CONTENT) / 10
+    with opened(folder, kind="sampled") as store:
         assert [store.get("k", version).read() for version in (1, 2)] == [CONTENT] * 2
         assert store.verify().damage == ()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from nearkin_shared.index.shards.sharded_index import ShardedIndex
 from nearkin_shared.limits import MIB
 from nearkin_shared.types import ContainerId
 from tests.support.data import samples
+from tests.support.servers.server import free_port
 
 STORE_ID = "00112233445566778899aabbccddeeff"
 TOKEN = "a token of shards"
@@ -71,13 +71,6 @@ class ShelvedShards(ShardedIndex):
                 assert not rows.keys() & one[table].keys(), f"{table}: an entry is in two shards"
                 rows.update(one[table])
         return {**found[0], **lookups}
-
-
-def free_port() -> int:
-    """Return a port of loopback that nothing uses."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @contextmanager

@@ -54,15 +54,16 @@ def test_to_sync_with_unknown_name_refuses_it(name: str) -> None:
 
 
 def test_clients_have_the_same_methods_and_parameters() -> None:
-    """All but trees, and the close of each kind, exist in both with the same parameters."""
+    """All but trees, their checkpoints, and the close of each kind, exist in both with the same parameters."""
     trees = {"backup", "import_tar", "tree", "restore", "newest_base", "put_parts", "open_range"}
+    checkpoints = {"checkpoints", "put_checkpoint", "open_checkpoint", "delete_checkpoints"}
     closes = {"close", "aclose"}
 
     def methods(kind: type) -> dict[str, list[str]]:
         return {
             name: list(inspect.signature(member).parameters)
             for name, member in inspect.getmembers(kind, inspect.isfunction)
-            if not name.startswith("_") and name not in trees | closes
+            if not name.startswith("_") and name not in trees | checkpoints | closes
         }
 
     assert methods(AsyncRemoteStore) == methods(RemoteStore)
