@@ -31,7 +31,7 @@ from nearkin_shared.storage.retention_extension import RetentionExtender
 from nearkin_shared.storage.retention_records import SUFFIX as RETENTION_SUFFIX
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.signals import interrupts_wait
-from nearkin_shared.validation import check_key, check_reason, check_version
+from nearkin_shared.validation import check_key, check_reason, check_version, checkpoint_key_of, is_reserved_key
 
 MARK_THREADS = 8
 """Threads that sync the marks of one call concurrently."""
@@ -118,10 +118,42 @@ class Deletions:
 
         A call with the 16 bytes `request` of an earlier successful call returns that call's result.
 
+        Without `version` the checkpoints of the key are deleted as well, which are no versions: 0 if it has these only.
+
         Raises: NotFound (no version to delete), RetentionActive (one is retained: none is deleted), BadInput, Corrupt,
         StoreUnavailable (some may be deleted: call again).
         """
         _check(key, version, reason)
+        try:
+            count = self._delete_versions(tenant, key, version, undelete_seconds, who, reason, request, condition)
+        except NotFound:
+            if version is not None or not self._delete_checkpoints(tenant, key, who, reason):
+                raise
+            return 0
+        if version is None:
+            self._delete_checkpoints(tenant, key, who, reason)
+        return count
+
+    def _delete_checkpoints(self, tenant: str, key: str, who: str, reason: str) -> int:
+        """Delete the checkpoints of interrupted backups of a key; return their number."""
+        if is_reserved_key(key):
+            return 0
+        with suppress(NotFound, RetentionActive):
+            return self._delete_versions(tenant, checkpoint_key_of(key), None, 0, who, reason, None, None)
+        return 0
+
+    def _delete_versions(
+        self,
+        tenant: str,
+        key: str,
+        version: int | None,
+        undelete_seconds: float,
+        who: str,
+        reason: str,
+        request: bytes | None,
+        condition: Condition | None,
+    ) -> int:
+        """Delete versions; see `delete`."""
         made_by = request if request is not None else secrets.token_bytes(REQUEST_BYTES)
 
         def delete(known_as: bytes | None) -> int:

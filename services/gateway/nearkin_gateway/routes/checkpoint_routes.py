@@ -144,4 +144,5 @@ async def delete_checkpoints(request: Request, key: BlobKey, caller: Writer) -> 
         count = 0
     annotate(request, versions=count)
     gateway.catalogue.forget_stats(caller.tenant)
+    gateway.admission.forget_usage(caller.tenant)
     return Response(status_code=204, headers={"X-Nearkin-Versions": str(count)})

@@ -214,6 +214,13 @@ class UploadAdmission:
         if event["state"] == COMMITTED:
             self._usages.on_committed(event)
 
+    def forget_usage(self, tenant: str) -> None:
+        """Forget the sums of a tenant that has deleted something.
+
+        Its next upload waits until they are read again.
+        """
+        self._usages.forget(tenant)
+
     def forget_idle(self) -> None:
         """Forget the sums and metrics of tenants that have no quota any more, or upload no more."""
         for tenant in {*self._usages.tenants(), *self._metrics.tenants()}:
