@@ -8,6 +8,7 @@ Invariant: a file that cannot be read, or changes while it is read, is reported 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import time
@@ -516,7 +517,15 @@ def _earlier_bytes(parent: ParentTree) -> int:
     if not parent.is_checkpoint:
         return 0
     own_bytes = parent.reader.content_bytes if parent.manifest is None else 0
-    return int(parent.metadata.get(READ_BYTES_FIELD, 0)) + own_bytes
+    return number_of(parent.metadata.get(READ_BYTES_FIELD)) + own_bytes
+
+
+def number_of(text: str | None) -> int:
+    """Return the number in metadata of a checkpoint, 0 for any other text.
+
+    A writer of the key may store any.
+    """
+    return int(text) if text is not None and re.fullmatch("[0-9]{1,18}", text, re.ASCII) else 0
 
 
 def _bounded(nanoseconds: int) -> int:

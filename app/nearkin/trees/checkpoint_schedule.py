@@ -57,10 +57,11 @@ class CheckpointSchedule:
             return True
         return bool(fresh) and self._clock() - last_time >= CHECKPOINT_SECONDS_MAX
 
-    def record(self, read_bytes: int, done: Future[PutResult]) -> None:
-        """Record a checkpoint; `done` is resolved once it is durable."""
+    def record(self, read_bytes: int, done: Future[PutResult] | None) -> None:
+        """Record a checkpoint; `done` is resolved once it is durable, None if none could be made."""
         self._last = (read_bytes, self._clock())
-        self._in_progress.append((read_bytes, done))
+        if done is not None:
+            self._in_progress.append((read_bytes, done))
 
     def checkpoint_to_await(self, read_bytes: int, group_bytes: int) -> Future[PutResult] | None:
         """Return the checkpoint that must be durable before more is read, if any."""

@@ -40,6 +40,8 @@ HELD_BYTES_MAX = 16 << 20
 """New bytes up to it are held, and sent with the tree: few changes need no checkpoint."""
 QUEUED_PIECES_MAX = 16
 """Of up to STREAM_BUFFER_BYTES each."""
+CHECKPOINTS_SPARE = 64
+"""Of CHECKPOINTS_MAX, for checkpoints that no schedule makes."""
 FULL_SECONDS = 0.2
 """So often it is looked whether the upload that takes no bytes has failed."""
 
@@ -95,6 +97,8 @@ class OutgoingCheckpoint:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes. Raises what ended the upload."""
+        if not len(data):  # an empty piece is the end
+            return
         if self._thread is not None:
             self._pass_on(bytes(data))
             return
@@ -175,8 +179,11 @@ class CheckpointSink:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are as many checkpoints as a version may have."""
-        return len(self.ended) + self._sources >= CHECKPOINTS_MAX - 1  # the one in progress is used as well
+        """Whether there are as many checkpoints as a schedule may make.
+
+        The rest is for those that end by themselves: an idle upload, the last one.
+        """
+        return len(self.ended) + self._sources >= CHECKPOINTS_MAX - CHECKPOINTS_SPARE
 
     def _begin(self, continues: str = "") -> None:
         before = self._new_bytes
@@ -243,20 +250,21 @@ class CheckpointSink:
 
         A silent client would be taken for a dead one.
         """
-        if self.last.is_begun and time.monotonic() - self._written_at >= IDLE_SECONDS:
-            self.end_checkpoint()
+        is_idle = self.last.is_begun and time.monotonic() - self._written_at >= IDLE_SECONDS
+        if is_idle and (self._tree.entries or not self.ended):
+            self._end_last()
 
     def checkpoint(self, key: str, metadata: dict[str, str], end: Iterable[bytes], digest: bytes) -> Future[PutResult]:
         """Refuse: a checkpoint has the new files alone. Raises BadInput."""
         raise BadInput("a checkpoint of a whole tree cannot be stored through a server")
 
-    def end_checkpoint(self) -> Future[PutResult]:
+    def end_checkpoint(self) -> Future[PutResult] | None:
         """End the checkpoint; the result is resolved once it is durable.
 
-        Without new files it is the one before.
+        Without new files, and where there are too many, it is the one before; None if this run made none.
         """
-        if self.ended and (not self._tree.entries or self.is_full):
-            return self.ended[-1].done
+        if (self.ended and not self._tree.entries) or self.is_full:
+            return self.ended[-1].done if self.ended else None
         self._end_last()
         return self.ended[-1].done
 
@@ -323,7 +331,7 @@ class CheckpointedTree(TreeWriter):
 
     def checkpoint(
         self, key: str, metadata: dict[str, str], unread: int, partial: PartialFile | None = None
-    ) -> Future[PutResult]:
+    ) -> Future[PutResult] | None:
         """Make the new files durable. Returns as `TreeWriter.checkpoint`."""
         if partial is None or self._checkpoints.is_full:
             return self._checkpoints.end_checkpoint()

@@ -32,14 +32,22 @@ from nearkin.trees.tar_import import ImportCounts, ImportOptions, ImportResult, 
 from nearkin.trees.tree_comparison import TreeComparison
 from nearkin.trees.tree_restore import TreeRestore
 from nearkin.trees.tree_sinks import PartsSink, StreamSink, TreeSink
-from nearkin_shared.errors import AccessDenied, BadInput, BaseUnusable, Corrupt, FormatTooNew, NotFound
+from nearkin_shared.errors import (
+    AccessDenied,
+    BadInput,
+    BaseUnusable,
+    Corrupt,
+    FormatTooNew,
+    NotFound,
+    QuotaExceeded,
+)
 from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.results import CONTENT_TYPE_TREE
 from nearkin_shared.validation import CONTENT_TYPE, check_user_key
 
 if TYPE_CHECKING:
     from nearkin.client.sync import RemoteStore
-    from nearkin_shared.results import PutResult, VersionInfo
+    from nearkin_shared.results import Ledger, PutResult, VersionInfo
 
 _log = logging.getLogger("nearkin.client")
 AHEAD_BYTES_MAX = 16 << 20
@@ -77,6 +85,7 @@ def back_up_remote(
         compared = BackupCounts()
         if _is_unchanged(store, key, paths, options, compared):
             _set_counts(counts, compared)
+            _delete_checkpoints(store, key)
             return BackupResult(None, counts)
     if not options.comparison.force_rescan:
         try:
@@ -84,15 +93,24 @@ def back_up_remote(
         except (BaseUnusable, NotFound) as err:
             _log.info("backup of %r: all files are read and sent: %s", key, err)
             _set_counts(counts, BackupCounts())
+        except QuotaExceeded as err:  # checkpoints count until the version is stored, which has their bytes again
+            _log.warning("backup of %r: all files are read and sent, without checkpoints: %s", key, err)
+            _set_counts(counts, BackupCounts())
+            _delete_checkpoints(store, key)
     reading_all = replace(options, comparison=ComparisonOptions(force_rescan=True))
     stream = open_tree_stream(TreeBackup(paths, reading_all, counts))
     try:
         result = store.put(key, cast("BinaryIO", stream), metadata=metadata_of(options))
     finally:
         stream.close()
-    with suppress(NotFound, AccessDenied, BadInput):  # a server may have none
-        store.delete_checkpoints(key)
+    _delete_checkpoints(store, key)
     return BackupResult(result, counts)
+
+
+def _delete_checkpoints(store: RemoteStore, key: str) -> None:
+    """Delete the checkpoints of a key, where the server has any."""
+    with suppress(NotFound, AccessDenied, BadInput):
+        store.delete_checkpoints(key)
 
 
 def _set_counts(counts: BackupCounts, found: BackupCounts) -> None:
@@ -132,12 +150,32 @@ def _send_changes(
         sink.finish()
     finally:
         sink.abort()
-    for outgoing in sink.ended:
-        sources.add(replace(outgoing.done.result().info, key=key))
+    checkpoints = [outgoing.done.result() for outgoing in sink.ended]
+    for checkpoint_result in checkpoints:
+        sources.add(replace(checkpoint_result.info, key=key))
     result = _send_ranges(store, key, metadata, sources, sink, tree, digest)
     if sources.has_checkpoints:
         store.delete_checkpoints(key)
-    return result
+    return replace(result, ledger=_joined_ledger(result.ledger, [one.ledger for one in checkpoints]))
+
+
+def _joined_ledger(whole: Ledger, checkpoints: Sequence[Ledger]) -> Ledger:
+    """Return the ledger of a version whose new bytes were stored as checkpoints.
+
+    The put of the version found them there again.
+    """
+    added = {
+        name: getattr(whole, name) + sum(getattr(one, name) for one in checkpoints)
+        for name in ("delta_chunks", "raw_chunks", "delta_chunk_bytes", "delta_bytes", "block_bytes", "raw_block_bytes")
+    }
+    unique_bytes = whole.unique_bytes + sum(one.unique_bytes for one in checkpoints)
+    return replace(
+        whole,
+        **added,
+        duplicate_chunks=max(whole.zero_chunks, whole.chunks - added["delta_chunks"] - added["raw_chunks"]),
+        unique_bytes=min(unique_bytes, whole.logical_bytes),  # checkpoints have entries of their own
+        stored_bytes=whole.stored_bytes + sum(one.stored_bytes for one in checkpoints),
+    )
 
 
 def _send_ranges(
@@ -250,11 +288,9 @@ def _open_tree(store: RemoteStore, info: VersionInfo) -> TreeReader:
     label = f"{info.key!r} version {info.version}"
     digest = bytes.fromhex(info.digest.removeprefix("blake3:"))
     try:
-        tree = TreeReader.open(read_range, info.size_bytes, label, digest)
+        return TreeReader.open(read_range, info.size_bytes, label, digest)
     except Corrupt:  # stored through a server: the digest is that of all bytes
-        tree = TreeReader.open(read_range, info.size_bytes, label)
-    tree.location = f"{info.key}@{info.version}"
-    return tree
+        return TreeReader.open(read_range, info.size_bytes, label)
 
 
 def restore_remote(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from nearkin.trees.backup import FURTHER_FIELD, CheckpointOptions, TreeBackup, TreeUnchanged
+from nearkin.trees.backup import FURTHER_FIELD, CheckpointOptions, TreeBackup, TreeUnchanged, number_of
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions
 from nearkin.trees.parent_tree import ParentTree
 from nearkin_shared.errors import Corrupt, NotFound, RetentionActive
@@ -80,10 +80,9 @@ def back_up(
         parents=parents,
         checkpoint=CheckpointOptions(checkpoint_key, {**metadata, "of": key[:CHECKPOINT_KEY_CHARACTERS]}),
     )
-    try:
+    result: PutResult | None = None
+    with suppress(TreeUnchanged):
         result = store.put(key, backup, metadata)
-    except TreeUnchanged:
-        return BackupResult(None, counts)
     with suppress(NotFound, RetentionActive):  # an earlier release retained checkpoints, too
         store.delete(checkpoint_key)
     return BackupResult(result, counts)
@@ -113,10 +112,9 @@ def _unfinished(store: TreeStore, key: str, since_us: int) -> Iterator[ParentTre
         if parent is None or parent.manifest is None or parent.manifest.created_us <= since_us:
             return
         yield parent
-        further = parent.metadata.get(FURTHER_FIELD)
-        if further is None:
+        version = number_of(parent.metadata.get(FURTHER_FIELD))
+        if not version:
             return
-        version = int(further)
 
 
 def _parent(store: TreeStore, key: str, version: int | None = None) -> ParentTree | None:

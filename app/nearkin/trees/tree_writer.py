@@ -234,11 +234,11 @@ class TreeWriter:
 
     def checkpoint(
         self, key: str, metadata: dict[str, str], unread: int, partial: PartialFile | None = None
-    ) -> Future[PutResult]:
+    ) -> Future[PutResult] | None:
         """Commit what there is so far as a version of `key`; the tree goes on.
 
         The root has been added. `partial`: the file whose content is being written. The result is resolved once the
-        version is durable.
+        version is durable; None: no further checkpoint can be made.
         """
         if partial is not None:
             groups, blocks, summary = self._with_partial(partial, unread)

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import pytest
 from blake3 import blake3
@@ -16,12 +17,14 @@ from nearkin.client.streaming import Upload
 from nearkin.client.sync import RemoteStore
 from nearkin.trees import checkpoint_schedule, checkpointed_tree, tree_sinks, tree_writer
 from nearkin.trees.backup import TreeBackup
-from nearkin.trees.backup_walk import BackupCounts
+from nearkin.trees.backup_walk import BackupCounts, BackupOptions
 from nearkin_gateway.auth import tokens
+from nearkin_gateway.auth.tenant_quota import TenantQuota
 from nearkin_shared.errors import AccessDenied, NotFound
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES
 from nearkin_shared.formats.upload_parts import PARTS_MEDIA_TYPE
 from nearkin_shared.limits import MIB
+from nearkin_shared.results import CONTENT_TYPE_TREE, PutResult
 from tests.support.checks.waiting import until
 from tests.support.servers.gateways import RunningGateway, embedded, running
 
@@ -323,3 +326,94 @@ def test_parts_of_a_file_are_joined_in_any_order(
         result = server.backup("home", [large])
     assert result.counts.reused_bytes >= 19 * MIB
     check_whole(server, large, tmp_path / "target")
+
+
+def test_stored_bytes_include_those_of_checkpoints(server: RemoteStore, source: Path) -> None:
+    """The result of a backup counts what its checkpoints stored: they are found again by the version."""
+    result = server.backup("home", [source]).put
+    assert result is not None
+    assert result.ledger.stored_bytes >= FILES * FILE_BYTES
+    assert FILES * FILE_BYTES <= result.ledger.unique_bytes <= result.ledger.logical_bytes
+    assert 0.9 < result.ledger.reduction_ratio < 1.1
+
+
+def test_no_more_checkpoints_are_made_than_a_version_takes(
+    server: RemoteStore, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a schedule asks for too many, and earlier runs left some, the rest is one upload."""
+    monkeypatch.setattr(checkpointed_tree, "CHECKPOINTS_MAX", 6)
+    monkeypatch.setattr(checkpointed_tree, "CHECKPOINTS_SPARE", 2)
+    run_until(server, source, 60)
+    assert len(server.checkpoints("home")) == 4
+    run_until(server, source, 20)
+    assert len(server.checkpoints("home")) == 4
+    result = server.backup("home", [source])
+    assert result.counts.reused_bytes >= 30 * FILE_BYTES
+    check_whole(server, source, tmp_path / "target")
+
+
+def test_deleted_key_has_no_checkpoints(server: RemoteStore, source: Path) -> None:
+    """Deleting a key deletes its checkpoints, also if it has no version; a version of it alone keeps them."""
+    run_until(server, source, 60)
+    assert server.delete("home") == 0
+    assert server.checkpoints("home") == []
+    with pytest.raises(NotFound):
+        server.delete("home")
+    server.put("home", b"first")
+    server.put("home", b"second")
+    server.put_checkpoint("home", Upload(b"of an interrupted run"), {})
+    server.delete("home", 1)
+    assert server.checkpoints("home") != []
+    assert server.delete("home") == 1
+    assert server.checkpoints("home") == []
+
+
+def test_skipped_backup_deletes_checkpoints(server: RemoteStore, source: Path) -> None:
+    """A run that finds nothing changed has no use for the checkpoints of an interrupted one."""
+    server.backup("home", [source])
+    server.put_checkpoint("home", Upload(b"of an interrupted run"), {})
+    options = BackupOptions(skip_if_unchanged=True)
+    assert server.backup("home", [source], options=options).put is None
+    assert server.checkpoints("home") == []
+
+
+def test_false_metadata_of_a_checkpoint_ends_no_backup(server: RemoteStore, source: Path, tmp_path: Path) -> None:
+    """Any writer of the key may store a checkpoint: a number that is none counts as 0."""
+    server.backup("other", [source])
+    tree = server.get("other").read()
+    server.put_checkpoint("home", Upload(tree), {"read-bytes": "abc", "content-type": CONTENT_TYPE_TREE})
+    assert server.backup("home", [source]).is_complete
+    check_whole(server, source, tmp_path / "target")
+
+
+def test_empty_piece_does_not_end_a_checkpoint() -> None:
+    """A flush of an empty buffer sends nothing: the end of the upload is the end of the checkpoint."""
+    received = bytearray()
+
+    def send(file: BinaryIO) -> PutResult:
+        while piece := file.read(1 << 20):
+            received.extend(piece)
+        return cast("PutResult", None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointed_tree, "HELD_BYTES_MAX", 0)
+        outgoing = checkpointed_tree.OutgoingCheckpoint(send)
+        outgoing.write(b"first")
+        outgoing.write(b"")
+        outgoing.write(b"second")
+        outgoing.end()
+        outgoing.done.result(10)
+    assert bytes(received) == b"firstsecond"
+
+
+def test_backup_that_fits_into_the_quota_is_stored(tmp_path: Path, source: Path) -> None:
+    """Checkpoints and the version would exceed the quota together: the backup goes on without them."""
+    file = tmp_path / "tokens.json"
+    token = tokens.create(file, "default", ["read", "write", "delete"])[0]
+    tokens.set_quota(file, "default", TenantQuota(logical_bytes=FILES * FILE_BYTES * 5 // 4))
+    with (
+        running(embedded(tmp_path / "store", {"auth": {"tokens_file": str(file)}})) as gateway,
+        nearkin.connect(gateway.url, token) as server,
+    ):
+        assert server.backup("home", [source]).is_complete
+        check_whole(server, source, tmp_path / "target")
