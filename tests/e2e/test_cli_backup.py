@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -219,6 +220,37 @@ def test_dry_run_counts_what_a_checkpoint_has(tmp_path: Path, call: InProcess) -
 
 def _interrupt(*_: object) -> bytes:
     raise KeyboardInterrupt
+
+
+CONTINUES = b"; run the same command again: it continues behind what is stored\n"
+
+
+@pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, b"interrupted"), (signal.SIGTERM, b"terminated")])
+def test_interrupted_backup_names_how_to_continue(
+    tmp_path: Path, call: InProcess, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, line: bytes
+) -> None:
+    """The notice is printed once a checkpoint is durable, not before; the next run reads less."""
+    folder, words = tmp_path / "source", ("--store", new_store(tmp_path / "store"), "backup", "home")
+    finish = TreeWriter.finish
+
+    def interrupt(tree: TreeWriter, unread: int) -> bytes:
+        signal.raise_signal(number)
+        return finish(tree, unread)
+
+    for name in range(6):
+        (folder / f"{name}").mkdir(parents=True)
+        (folder / f"{name}" / "file").write_bytes(os.urandom(300_000))
+    time.sleep(backup.RECENT_NS / 1e9)
+    monkeypatch.setattr(TreeWriter, "finish", interrupt)
+    done = call(*words, folder)
+    assert (done.returncode, done.stderr) == (128 + number, b"nearkin: " + line + b"\n")
+    for option, more in (((), CONTINUES), (("--force-rescan",), b"\n")):
+        monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_FIRST", 1)
+        monkeypatch.setattr(checkpoint_schedule, "CHECKPOINT_BYTES_MIN", 1)
+        done = call(*words, folder, *option)
+        assert (done.returncode, done.stderr) == (128 + number, b"nearkin: " + line + more)
+    monkeypatch.setattr(TreeWriter, "finish", finish)
+    assert call.answer(*words, folder)["reused_bytes"] > 0
 
 
 def test_json_progress_is_read_line_by_line(tmp_path: Path) -> None:

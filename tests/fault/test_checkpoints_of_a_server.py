@@ -58,3 +58,23 @@ def test_killed_backup_sends_a_tenth_again(tmp_path: Path) -> None:
         subprocess.run(["diff", "-r", source, tmp_path / "target"], check=True)
         assert server.checkpoints("home") == []
         assert [info.version for info in server.versions(all_versions=True)] == [1]
+
+
+def test_backup_without_its_server_names_how_to_continue(tmp_path: Path) -> None:
+    """The server gets SIGKILL after checkpoints: the error of the backup names what the next run does."""
+    source = tmp_path / "source"
+    for number in range(120):
+        path = source / f"{number % 40:02}" / f"{number:04}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(1_000_000))
+    environment = {"NEARKIN_STORE": str(tmp_path / "store"), "NEARKIN_GATEWAY__INGEST": "embedded"}
+    with (
+        process(environment, tmp_path) as (gateway, url),
+        nearkin.connect(url) as server,
+        subprocess.Popen(command(url, "backup", "home", str(source)), stderr=subprocess.PIPE) as child,
+    ):
+        until(lambda: len(server.checkpoints("home")) >= 3)  # of the first one the client has the answer
+        gateway.kill()
+        _, error = child.communicate(timeout=300)
+    assert child.returncode == 1
+    assert error.endswith(b"; run the same command again: it continues behind what is stored\n")

@@ -56,14 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
             err.filename = STDOUT
         code = _fail("OSError", _with_remedy(err), ExitCode.FAILED, as_json)
         return _drop_stdout(code)
-    except KeyboardInterrupt:
-        return _fail("Interrupted", "interrupted", ExitCode.INTERRUPTED, as_json)
+    except KeyboardInterrupt as err:
+        return _fail("Interrupted", _with_notes("interrupted", err), ExitCode.INTERRUPTED, as_json)
     except _Terminated as err:
         if err.args[0] == signal.SIGHUP:
             with suppress(OSError):  # a closed terminal takes no message
-                _fail("HungUp", "hung up", ExitCode.HUNG_UP, as_json)
+                _fail("HungUp", _with_notes("hung up", err), ExitCode.HUNG_UP, as_json)
             return ExitCode.HUNG_UP
-        return _fail("Terminated", "terminated", ExitCode.TERMINATED, as_json)
+        return _fail("Terminated", _with_notes("terminated", err), ExitCode.TERMINATED, as_json)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -146,7 +146,12 @@ def _with_remedy(err: NearkinError | OSError) -> str:
         message += "; `nearkin verify` lists the damage and the versions that it affects"
     elif isinstance(err, OSError) and err.errno == errno.ENOSPC:
         message += "; free space on that filesystem, or write to another one"
-    return message
+    return _with_notes(message, err)
+
+
+def _with_notes(message: str, err: BaseException) -> str:
+    """Return a message with what the command noted on the error, such as how to continue."""
+    return "; ".join([message, *getattr(err, "__notes__", ())])
 
 
 def _fail(kind: str, message: str, code: int, as_json: bool) -> int:

@@ -194,7 +194,12 @@ def _back_up(session: Session, key: str, paths: Sequence[str], options: BackupOp
     with session.open(read_only=False) as store:
         check_new_key(store, key, paths, "backup")
         with _progress(store, key, paths, options, counts, shown=not session.as_json, as_lines=as_lines):
-            result = store.backup(key, paths, options=options, counts=counts)
+            try:
+                result = store.backup(key, paths, options=options, counts=counts)
+            except BaseException as err:
+                if counts.checkpoints and not options.comparison.force_rescan:
+                    err.add_note("run the same command again: it continues behind what is stored")
+                raise
     return _report(session, key, result, time.perf_counter() - started, as_lines=as_lines)
 
 

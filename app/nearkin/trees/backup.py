@@ -13,6 +13,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -46,6 +47,7 @@ from nearkin.trees.walker import ListedFolder
 from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEntry, sort_key
 from nearkin_shared.kernels.content_hasher import ContentHasher
 from nearkin_shared.reading.tree_reader import EntryGroup
+from nearkin_shared.results import PutResult
 
 if TYPE_CHECKING:
     from nearkin.embedded.blob_transfer import BlobTransfer
@@ -121,6 +123,7 @@ class TreeBackup(BackupWalk):
         if not parents and isinstance(sink, StoreSink):
             sink.seek_no_bases()
         self._previous_entries = parents[-1].reader.summary.entries if parents else -1
+        self.counts.checkpoints = sum(parent.is_checkpoint for parent in parents)
         overlaps = any(parent.remote.checkpoint is not None for parent in parents)
         self._found = OrderedEntries((merged_entries if overlaps else parent_entries)(parents))
         self._schedule = CheckpointSchedule(max([_earlier_bytes(parent) for parent in parents], default=0))
@@ -468,9 +471,15 @@ class TreeBackup(BackupWalk):
             self._reused.flush()
             fields = {**self._checkpoint.metadata, **self._checkpoint_fields()}
             done = tree.checkpoint(self._checkpoint.key, fields, self._unread, None if partial is None else partial())
+            if done is not None:
+                done.add_done_callback(self._count_checkpoint)
             schedule.record(read_bytes, done)
         while (awaited := schedule.checkpoint_to_await(read_bytes, tree.group_bytes)) is not None:
             tree.wait_for(awaited)
+
+    def _count_checkpoint(self, done: Future[PutResult]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self.counts.checkpoints += 1
 
     def _checkpoint_fields(self) -> dict[str, str]:
         fields = {READ_BYTES_FIELD: str(self._schedule.done_bytes(self.counts.read_bytes))}

@@ -89,6 +89,8 @@ class BackupCounts:
     """Files that changed while they were read."""
     skipped: int = 0
     """Sockets, and folders that are left out."""
+    checkpoints: int = 0
+    """Durable ones that the next run continues, also those of earlier runs."""
     path: bytes = b""
     """The entry in progress."""
     problems: list[PathProblem] = field(default_factory=list)
