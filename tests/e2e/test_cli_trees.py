@@ -233,6 +233,28 @@ def test_dump_and_get_write_a_file(store: Path, home: Path, tmp_path: Path, call
 REMEDY = "is a tree; `nearkin restore home@{0} -o DIR` restores it, `nearkin dump home@{0}:/PATH` writes one file"
 
 
+@pytest.mark.parametrize(
+    ("pattern", "line"),
+    [
+        ("home/", "no key starts with it; `nearkin ls home:/` lists the folder of the tree 'home'"),
+        ("home/etc/a b", "no key starts with it; `nearkin ls 'home:/etc/a b'` lists the folder of the tree 'home'"),
+        ("blob/", "no key starts with it; `nearkin ls` lists all"),
+        ("/home", "no key starts with it; `nearkin ls` lists all"),
+        ("x*", "no key matches; `nearkin ls` lists all"),
+    ],
+)
+def test_ls_without_a_match_prints_a_notice(store: Path, call: InProcess, pattern: str, line: str) -> None:
+    """A prefix of no key is no error: stderr has one line for people, which --json and -q leave out."""
+    for options, stdout, stderr in (
+        ((), b"", f"nearkin: ls {pattern!r}: {line}\n"),
+        (("-q",), b"", ""),
+        (("--json",), b"[]\n", ""),
+    ):
+        done = call("--store", store, "ls", pattern, *options)
+        assert (done.returncode, done.stdout, done.stderr.decode()) == (0, stdout, stderr)
+    assert call("--store", store, "ls", "hom").stderr == b""
+
+
 def test_get_of_a_tree_names_restore_and_dump(store: Path, tmp_path: Path, call: InProcess) -> None:
     for arguments in (["get", "home"], ["get", "home@1"], ["get", "home", "--salvage"]):
         refused = call("--store", store, *arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
     from nearkin.store import Store
     from nearkin_shared.formats.tree_entry_group import TreeEntry
     from nearkin_shared.reading.tree_reader import TreeReader
-    from nearkin_shared.results import Damage
+    from nearkin_shared.results import Damage, VersionInfo
+
+KEYS_TRIED_MAX = 8
+"""Parts of a prefix without a match that are looked up as keys."""
 
 
 @click.command(cls=AsWritten)
@@ -128,16 +132,32 @@ def _entries(tree: TreeReader, path: bytes, *, recursive: bool) -> Iterator[tupl
         yield from ((placed.entry.name, placed.entry) for placed in tree.children(path))
 
 
+def _no_key_line(store: Store | RemoteStore, pattern: str, *, is_glob: bool) -> str:
+    """Return the notice that no key matches; it has the command for a folder of a tree."""
+    from nearkin.cli.tree_location import is_tree_key
+
+    if is_glob:
+        return f"ls {pattern!r}: no key matches; `nearkin ls` lists all"
+    ends = [at for at, character in enumerate(pattern) if character == "/" and at][-KEYS_TRIED_MAX:]
+    end = next((end for end in reversed(ends) if is_tree_key(store, pattern[:end])), None)
+    if end is None:
+        return f"ls {pattern!r}: no key starts with it; `nearkin ls` lists all"
+    place = shlex.quote(f"{pattern[:end]}:{pattern[end:]}")
+    return f"ls {pattern!r}: no key starts with it; `nearkin ls {place}` lists the folder of the tree {pattern[:end]!r}"
+
+
 def _list_keys(
     session: Session, store: Store | RemoteStore, pattern: str, *, literal: bool, versions: bool, deleted: bool
 ) -> None:
     from nearkin.cli.gc import warn_if_rolled_back
     from nearkin.cli.key_patterns import parse_prefix_or_glob
-    from nearkin.cli.output import deletion_line, print_json, print_line, unreadable, version_line
+    from nearkin.cli.output import deletion_line, notice, print_json, print_line, unreadable, version_line
     from nearkin_shared.results_json import deletion_json, info_json
+    from nearkin_shared.utils.terminal import printable
 
     wanted = parse_prefix_or_glob(pattern, literal=literal)
     broken: list[Damage] = []
+    found: list[VersionInfo] = []
     if deleted:
         listed = store.list_deleted(wanted.prefix, broken=broken.append)
         deletions = [entry for entry in listed if wanted.matches(entry.key)]
@@ -156,5 +176,7 @@ def _list_keys(
     else:
         for line in lines:
             print_line(line)
+        if pattern and not (deleted or found or broken):
+            notice(printable(_no_key_line(store, pattern, is_glob=wanted.prefix != pattern)))
     if broken:
         raise Corrupt(unreadable(broken))

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from nearkin_shared.errors import BadInput, Corrupt, NotFound
+from nearkin_shared.errors import BadInput, Corrupt, NearkinError, NotFound
 
 if TYPE_CHECKING:
     from nearkin.store_copy import AnyStore
@@ -146,6 +146,14 @@ def _exists(store: AnyStore, key: str) -> bool:
     except Corrupt:  # the caller's own read of it reports the damage
         return True
     return True
+
+
+def is_tree_key(store: AnyStore, key: str) -> bool:
+    """Return whether the newest version of a key exists, can be read, and is a tree."""
+    try:
+        return store.info(key).is_tree
+    except NearkinError:  # such as a token that may only list
+        return False
 
 
 def resolve_version(store: AnyStore, location: TreeLocation) -> ResolvedLocation:
