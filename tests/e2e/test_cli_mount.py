@@ -63,8 +63,8 @@ def test_mount_names_the_command_that_unmounts_it(tmp_path: Path) -> None:
     with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            told = process.stdout.readline().partition("Ctrl-C or `")[2].partition("`")[0]
-            assert told == f"fusermount -u '{folder}'"
+            remedy = process.stdout.readline().partition("Ctrl-C or `")[2].partition("`")[0]
+            assert remedy == f"fusermount -u '{folder}'"
         finally:
             process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
