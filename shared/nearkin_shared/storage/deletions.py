@@ -127,7 +127,8 @@ class Deletions:
         try:
             count = self._delete_versions(tenant, key, version, undelete_seconds, who, reason, request, condition)
         except NotFound:
-            if version is not None or not self._delete_checkpoints(tenant, key, who, reason):
+            is_whole = version is None and condition is None  # a condition is on a version
+            if not is_whole or not self._delete_checkpoints(tenant, key, who, reason):
                 raise
             return 0
         if version is None:

@@ -352,9 +352,15 @@ def test_no_more_checkpoints_are_made_than_a_version_takes(
     check_whole(server, source, tmp_path / "target")
 
 
-def test_deleted_key_has_no_checkpoints(server: RemoteStore) -> None:
-    """Deleting a key deletes its checkpoints, also if it has no version; a version of it alone keeps them."""
+def test_deleted_key_has_no_checkpoints(gateway: RunningGateway, server: RemoteStore) -> None:
+    """Deleting a key deletes its checkpoints, also if it has no version.
+
+    They stay if one version is deleted, or an entity tag is wanted and there is no version.
+    """
     server.put_checkpoint("home", Upload(b"of an interrupted run"), {})
+    with gateway.client() as client:
+        assert client.delete("/v1/blobs/home", headers={"If-Match": '"x"'}).status_code == 404
+    assert server.checkpoints("home") != []
     assert server.delete("home") == 0
     assert server.checkpoints("home") == []
     with pytest.raises(NotFound):
