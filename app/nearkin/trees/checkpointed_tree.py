@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 from nearkin.trees.file_content import remaining
 from nearkin.trees.parent_tree import format_continued
-from nearkin.trees.tree_sinks import IDLE_SECONDS, STREAM_BUFFER_BYTES, StreamSink
+from nearkin.trees.tree_sinks import IDLE_SECONDS, STREAM_BUFFER_BYTES, StreamSink, write_by_windows
 from nearkin.trees.tree_writer import TreeWriter
 from nearkin_shared.errors import BadInput, SourceFailed
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES
@@ -206,13 +206,7 @@ class CheckpointSink:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append new bytes."""
-        position = 0
-        while position < len(data):
-            window = self.window()
-            count = min(len(window), len(data) - position)
-            window[:count] = data[position : position + count]
-            self.advance(count)
-            position += count
+        write_by_windows(self, data)
 
     def add(self, entry: TreeEntry) -> None:
         """Add the entry of the file whose content are the last new bytes."""

@@ -69,6 +69,17 @@ class TreeSink(SupportsBorders, Protocol):
         """Wait until a checkpoint is durable. Raises what went wrong."""
 
 
+def write_by_windows(sink: TreeSink, data: bytes | memoryview) -> None:
+    """Append bytes to a sink through its windows."""
+    position = 0
+    while position < len(data):
+        window = sink.window()
+        count = min(len(window), len(data) - position)
+        window[:count] = data[position : position + count]
+        sink.advance(count)
+        position += count
+
+
 class StoreSink:
     """Writes a tree into a put of an open store."""
 
@@ -141,13 +152,7 @@ class StreamSink:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
-        position = 0
-        while position < len(data):
-            window = self.window()
-            count = min(len(window), len(data) - position)
-            window[:count] = data[position : position + count]
-            self.advance(count)
-            position += count
+        write_by_windows(self, data)
 
     def end_chunk(self, *, ends_segment: bool = False) -> None:
         """Do nothing: the server chooses the borders of chunks."""
