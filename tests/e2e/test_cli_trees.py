@@ -230,6 +230,19 @@ def test_dump_and_get_write_a_file(store: Path, home: Path, tmp_path: Path, call
         assert (tmp_path / command).stat().st_blocks * 512 < 1 << 20
 
 
+@pytest.mark.parametrize("command", ["dump", "get"])
+def test_output_of_a_private_file_is_private(store: Path, tmp_path: Path, call: InProcess, command: str) -> None:
+    """The entry has mode 0600, the umask would leave 0644; a blob has no mode."""
+    before = os.umask(0o022)
+    try:
+        assert lines(call, store, command, "home:/etc/fstab", "-o", str(tmp_path / "fstab")) == []
+        assert lines(call, store, "get", "blob", "-o", str(tmp_path / "blob")) == []
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "fstab").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "blob").stat().st_mode) == 0o644
+
+
 REMEDY = "is a tree; `nearkin restore home@{0} -o DIR` restores it, `nearkin dump home@{0}:/PATH` writes one file"
 
 

@@ -33,7 +33,8 @@ def dump(location: str, output: str | None, archive: str | None) -> None:
     nearkin dump home --archive tar | zstd > home.tar.zst
 
     The content is compared with its digest before its last bytes are written; with -o a failed dump leaves FILE as it
-    was. Names in an archive are relative to the folder. Its headers are PAX headers: names of any bytes, times in
+    was. FILE gets at most the mode of the entry, so that a private file stays one; an archive gets that of the umask.
+    Names in an archive are relative to the folder. Its headers are PAX headers: names of any bytes, times in
     nanoseconds, extended attributes (SCHILY.xattr, for tar --xattrs), holes (GNU sparse 1.0).
     """
     from nearkin.cli.output import print_json
@@ -76,7 +77,7 @@ def write_tree_file(
     placed = _find_file(tree, found)
     with (
         closing(store.get(found.key, found.version, stop=tree.content_bytes)) as contents,
-        OutputFile(output) as file,
+        OutputFile(output, mode_max=placed.entry.mode) as file,
         bytes_bar("dump", placed.entry.size, shown=_is_bar_shown(session, output)) as progress,
     ):
         write_pieces((memoryview(piece) for piece in read_file(contents, placed)), file, progress)

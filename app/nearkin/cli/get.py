@@ -61,7 +61,7 @@ def get(
     nearkin get disk.img --salvage -o what-is-left --json | jq .holes
 
     Every chunk is verified before it is written. With -o a failed get leaves FILE as it was. Long runs of zeros
-    become holes of FILE, which take no space.
+    become holes of FILE, which take no space. A file of a tree gets at most the mode of its entry.
 
     If the version that --at selects was deleted later, the command fails and names it; it never writes another one.
     --salvage (local store only) ends with the exit code of damage if bytes are lost; all other bytes are verified.

@@ -1,6 +1,7 @@
 """Write the output of a get.
 
-Invariant: a regular file is complete or unchanged; it is written in the same folder, then renamed.
+Invariant: a regular file is complete or unchanged; it is written in the same folder, then renamed. With `mode_max` a
+file never has content and a wider mode.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from nearkin_shared.errors import BadInput
 COPY_BYTES = 1 << 20
 LINKS_MAX = 40
 """Symbolic links of one path that are followed, as by Linux."""
+_NEW_MODE = 0o666
+"""Of a new file; the umask takes from it."""
+_NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 STDOUT = "standard output"
 """The name of stdout in error messages."""
 
@@ -29,7 +33,11 @@ class OutputFile:
     Raises BadInput if it cannot be written.
     """
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name: str | None, *, mode_max: int | None = None) -> None:
+        """`mode_max`: the permission bits that a regular file has at most.
+
+        None: a new file has those that the umask leaves, an existing one keeps its own.
+        """
         given = None if name in (None, "-") else str(name)
         self._descriptor = None if given is None else _descriptor_of(given)
         self._target = None if given is None else Path(os.path.realpath(given))  # through links, like cp
@@ -37,6 +45,7 @@ class OutputFile:
             self._target = Path(str(given))
         self._beside: Path | None = None
         self._file: BinaryIO | None = None
+        self._mode_max = None if mode_max is None else mode_max & 0o777
 
     def __enter__(self) -> BinaryIO:
         try:
@@ -65,13 +74,18 @@ class OutputFile:
                 self._file = self._target.open("wb")
                 return self._file
             self._beside = self._target.with_name(f".nearkin-{os.urandom(8).hex()}.part")
-            self._file = self._beside.open("xb")
+            created = _NEW_MODE if self._mode_max is None else self._mode_max
+            self._file = os.fdopen(os.open(self._beside, _NEW_FLAGS, created), "wb")
             if mode is not None:
-                self._beside.chmod(stat.S_IMODE(mode))
+                self._beside.chmod(self._existing_mode(mode))
         except (OSError, ValueError) as err:
             reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
             raise BadInput(f'output "{self._target}": {reason.lower()}') from err
         return self._file
+
+    def _existing_mode(self, mode: int) -> int:
+        """Return the permission bits of a file that replaces one of this mode."""
+        return stat.S_IMODE(mode) if self._mode_max is None else mode & self._mode_max
 
     def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: object) -> None:
         """Rename the complete file to its target, or remove an incomplete one.
@@ -113,6 +127,9 @@ class OutputFile:
             if err.errno != errno.EBUSY:
                 raise
             with written.open("rb") as source, target.open("wb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                if self._existing_mode(mode) != stat.S_IMODE(mode):
+                    os.fchmod(file.fileno(), self._existing_mode(mode))
                 shutil.copyfileobj(source, file, COPY_BYTES)
             written.unlink()
 
