@@ -112,6 +112,54 @@ def test_backup_exclusions_leave_entries_out(home: Path, store: Path, tmp_path: 
     assert paths_of(store) == found.split(b" ")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "problem"),
+    [
+        ("[a", r"a [ has no ] before the next /; write \[ for the character itself"),
+        ("x[a/b]", r"a [ has no ] before the next /; write \["),
+        ("[z-a]", "a range in [ ] ends before it starts; write the lower character first"),
+        ("[[:alpha:]]", "classes such as [:alpha:] are not known; list the characters, as in [a-z]"),
+        ("a\\", r"ends with \, which escapes nothing; write \\ for the character itself"),
+        ("!", "can match nothing; give the name or path of an entry"),
+        ("/", "can match nothing; give the name or path of an entry"),
+    ],
+)
+def test_backup_refuses_a_pattern_without_effect(
+    home: Path, tmp_path: Path, call: InProcess, pattern: str, problem: str
+) -> None:
+    """The library takes some of these for comments, and raises on others; no store is opened."""
+    backup = ("--store", tmp_path / "none", "backup", "home", home, "-e", "*.o")
+    assert_refused(call(*backup, "-e", pattern), 2, f"nearkin: --exclude {pattern!r}: {problem}")
+    listed = tmp_path / "patterns"
+    listed.write_text(f"# comment\n\n*.tmp\n{pattern}\n")
+    expected = f'nearkin: --exclude-file "{listed}", line 4: {pattern!r}: {problem}'
+    assert_refused(call(*backup, "--exclude-file", listed), 2, expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [
+        ("--exclude", "", "is empty; give a pattern, or leave the option out"),
+        ("--exclude", "#auto#", r"is a comment in .gitignore files; write \#auto# for such a name"),
+        ("--exclude-if-present", "a/b", "want the name of a file, without /"),
+        ("--exclude-if-present", "", "want the name of a file, without /"),
+    ],
+)
+def test_backup_refuses_an_option_without_effect(
+    home: Path, tmp_path: Path, call: InProcess, option: str, value: str, problem: str
+) -> None:
+    done = call("--store", tmp_path / "none", "backup", "home", home, option, value)
+    assert_refused(done, 2, f"nearkin: {option} {value!r}: {problem}")
+
+
+def test_patterns_of_special_characters_match(home: Path, store: Path) -> None:
+    """They are accepted, without a warning of the library on stderr."""
+    for name in ("[x", "#auto#", "]y"):
+        (home / name).touch()
+    done = run("--store", store, "backup", "home", home, "-e", r"\[x", "-e", r"\#auto#", "-e", "[]]y", "-e", "[[]z")
+    assert (done.returncode, done.stderr) == (0, b"nearkin: 1 pattern matched nothing: [[]z\n")
+
+
 @pytest.mark.parametrize("end", [b"\n", b"\0"])
 def test_backup_files_from_a_list(home: Path, store: Path, tmp_path: Path, call: InProcess, end: bytes) -> None:
     listed = [os.fsencode(home / "a.txt"), os.fsencode(home / "sub" / "b.o"), b""]

@@ -76,7 +76,13 @@ def test_restore_of_a_part(
 def test_restore_patterns_select_entries(store: Path, tmp_path: Path, call: InProcess) -> None:
     call("--store", store, "restore", "home", "-t", tmp_path / "some", "-i", "/etc/", "-e", "link")
     assert names(tmp_path / "some") == ["etc", "etc/empty", "etc/fstab"]
-    assert_refused(call("--store", store, "restore", "home", "-o", tmp_path, "-i", "!"), 2, "pattern: ")
+
+
+@pytest.mark.parametrize("option", ["--include", "--exclude"])
+def test_restore_refuses_a_pattern_without_effect(store: Path, tmp_path: Path, call: InProcess, option: str) -> None:
+    for pattern, problem in (("!", "can match nothing"), ("[a", "a [ has no ]"), ("", "is empty")):
+        done = call("--store", store, "restore", "home", "-o", tmp_path, option, pattern)
+        assert_refused(done, 2, f"nearkin: {option} {pattern!r}: {problem}")
 
 
 @pytest.mark.parametrize(

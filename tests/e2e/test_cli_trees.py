@@ -145,6 +145,8 @@ def test_find_names_paths_of_every_tree(store: Path, call: InProcess) -> None:
     ]
     assert call.answer("--store", store, "find", "nothing*") == []
     assert_refused(call("--store", store, "find", "x", "hom"), 4, "key 'hom'")
+    assert_refused(call("--store", store, "find", "[a"), 2, "pattern '[a': a [ has no ]; write [[] for the character")
+    assert_refused(call("--store", store, "find", "[!z-a]"), 2, "pattern '[!z-a]': the range z-a ends before it starts")
 
 
 # --- diff ------------------------------------------------------------------------------------------------------------

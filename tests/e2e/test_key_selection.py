@@ -10,7 +10,7 @@ import pytest
 
 from nearkin import open_store
 from nearkin.lab.generated_data import mutate, random_bytes, text_like
-from tests.support.checks.commands import InProcess
+from tests.support.checks.commands import InProcess, assert_refused
 from tests.support.data.stores import SMALL, containers, flip, settings
 from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
 
@@ -161,3 +161,12 @@ def test_verify_key_refuses_missing_and_mixed(
     done = call("--store", two_keys[0], "verify", *arguments)
     assert done.returncode != 0
     assert problem in done.stderr.decode()
+
+
+@pytest.mark.parametrize("command", [["ls"], ["forget", "--keep-last", "1"], ["copy", "--from", "other"]])
+def test_invalid_globs_of_keys_are_refused(tmp_path: Path, call: InProcess, command: list[str]) -> None:
+    """They would match keys with [ in their names, or none; no store is opened."""
+    for glob, problem in (("db/[a", "a [ has no ]; write [[] for"), ("[z-a]", "the range z-a ends before it starts")):
+        done = call("--store", tmp_path / "none", *command, glob)
+        assert_refused(done, 2, f"nearkin: pattern {glob!r}: {problem}")
+        assert b"--literal takes the text as it is" in done.stderr

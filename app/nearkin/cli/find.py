@@ -83,8 +83,11 @@ def find(pattern: str, locations: tuple[str, ...], versions: bool, ignore_case: 
 
 def _compile(pattern: str, *, ignore_case: bool) -> Callable[[TreeEntry], bool]:
     """Return whether an entry matches. Raises BadInput."""
+    from nearkin.cli.key_patterns import check_glob
+
     if not pattern or len(pattern) > PATTERN_CHARACTERS_MAX:
         raise BadInput(f"pattern {pattern[:40]!r}: want 1 to {PATTERN_CHARACTERS_MAX:,} characters")
+    check_glob(pattern)
     match = re.compile(fnmatch.translate(pattern), re.IGNORECASE if ignore_case else 0).match
     if "/" in pattern:
         return lambda entry: match(f"/{os.fsdecode(entry.path)}") is not None

@@ -123,7 +123,8 @@ def _compile(include: Sequence[str], exclude: Sequence[str]) -> tuple[PathPatter
     from nearkin.trees.unmatched_patterns import PatternSource
 
     included, excluded = (
-        PathPatterns([PatternSource(text) for text in texts]) if texts else None for texts in (include, exclude)
+        PathPatterns([PatternSource(text, option=option) for text in texts]) if texts else None
+        for option, texts in (("--include", include), ("--exclude", exclude))
     )
     return included, excluded
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 import stat
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -17,6 +19,7 @@ from nearkin_shared.errors import BadInput
 
 PATTERNS_MAX = 100_000
 PATTERN_FILE_BYTES_MAX = 16 << 20
+_CLASS = re.compile(r"\[[^\]]*\[:[a-z]*:")
 CACHE_TAG = "CACHEDIR.TAG"
 CACHE_SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55"
 """First bytes of the tag of a cache folder (https://bford.info/cachedir/)."""
@@ -43,8 +46,12 @@ class Exclusions:
     def __init__(self, options: ExclusionOptions) -> None:
         """Compile the patterns.
 
-        Raises BadInput for an unreadable file or a pattern that does not parse.
+        Raises BadInput for an unreadable file, a pattern that does not parse or can match nothing, and a name for
+        `if_present` that no file has.
         """
+        for marker in options.if_present:
+            if not marker or "/" in marker:
+                raise BadInput(f"--exclude-if-present {marker!r}: want the name of a file, without /")
         sources = [PatternSource(text) for text in options.patterns]
         for path in options.files:
             sources.extend(_read_patterns(path))
@@ -91,15 +98,26 @@ class PathPatterns:
     """Patterns of .gitignore files, for paths of a tree."""
 
     def __init__(self, sources: Sequence[PatternSource]) -> None:
-        """Compile the patterns. Raises BadInput for one that does not parse."""
+        """Compile the patterns. Raises BadInput for one that does not parse, or can match nothing."""
         from pathspec import GitIgnoreSpec  # takes 20 ms, and most commands have no patterns
 
+        for source in sources:
+            _check_pattern(source)
         sources = [source for source in sources if source.text]  # the library drops empty lines
-        try:
-            self._spec = GitIgnoreSpec.from_lines([comparable(source.text) for source in sources])
-        except ValueError as err:
-            raise BadInput(f"pattern: {err}") from err
-        self.use = PatternUse(cast("Sequence[Pattern]", self._spec.patterns), sources)
+        texts = [comparable(source.text) for source in sources]
+        with warnings.catch_warnings():  # of the regular expression for [[], which is what the caller wrote
+            warnings.simplefilter("ignore", FutureWarning)
+            try:
+                self._spec = GitIgnoreSpec.from_lines(texts)
+            except (ValueError, re.error):
+                for source, text in zip(sources, texts, strict=True):
+                    _check_parses(source, text)
+                raise
+        patterns = cast("Sequence[Pattern]", self._spec.patterns)
+        for source, pattern in zip(sources, patterns, strict=True):
+            if pattern.include is None and source.text.strip() and not source.text.startswith("#"):
+                raise BadInput(f"{source.label}: {_problem(source.text)}")
+        self.use = PatternUse(patterns, sources)
 
     def matches(self, path: bytes, *, is_folder: bool) -> bool:
         """Return whether a pattern matches the path or a folder that contains it."""
@@ -110,14 +128,46 @@ class PathPatterns:
         return bool(found.include)
 
 
+def _check_pattern(source: PatternSource) -> None:
+    """Refuse an option without a pattern, and a class such as [:alpha:]. Raises BadInput."""
+    text = source.text
+    if not source.file and not text.strip():
+        raise BadInput(f"{source.label}: is empty; give a pattern, or leave the option out")
+    if not source.file and text.startswith("#"):
+        raise BadInput(f"{source.label}: is a comment in .gitignore files; write \\{text} for such a name")
+    if not text.startswith("#") and _CLASS.search(text):
+        raise BadInput(f"{source.label}: classes such as [:alpha:] are not known; list the characters, as in [a-z]")
+
+
+def _check_parses(source: PatternSource, text: str) -> None:
+    """Refuse a pattern that the library does not parse. Raises BadInput."""
+    from pathspec import GitIgnoreSpec
+
+    try:
+        GitIgnoreSpec.from_lines([text])
+    except (ValueError, re.error) as err:
+        raise BadInput(f"{source.label}: {_problem(source.text, err)}") from err
+
+
+def _problem(text: str, err: Exception | None = None) -> str:
+    """Return why a pattern does not parse, or can match nothing, and the remedy."""
+    if isinstance(err, re.error):
+        return "a range in [ ] ends before it starts; write the lower character first, as in [a-z]"
+    if text.rstrip().endswith("\\"):
+        return "ends with \\, which escapes nothing; write \\\\ for the character itself"
+    if "[" in text:
+        return "a [ has no ] before the next /; write \\[ for the character itself"
+    return "can match nothing; give the name or path of an entry, such as '*.o' or '/build/'"
+
+
 def _read_patterns(path: Path) -> list[PatternSource]:
     try:
         with path.open("rb") as file:
             data = file.read(PATTERN_FILE_BYTES_MAX + 1)
     except OSError as err:
-        raise BadInput(f'exclude file "{path}": {err.strerror}') from err
+        raise BadInput(f'--exclude-file "{path}": {(err.strerror or str(err)).lower()}') from err
     if len(data) > PATTERN_FILE_BYTES_MAX:
-        raise BadInput(f'exclude file "{path}": more than {PATTERN_FILE_BYTES_MAX:,} bytes')
+        raise BadInput(f'--exclude-file "{path}": more than {PATTERN_FILE_BYTES_MAX:,} bytes')
     lines = os.fsdecode(data.removeprefix(codecs.BOM_UTF8)).split("\n")  # as git does: no other character ends a line
     return [PatternSource(text.removesuffix("\r"), str(path), line) for line, text in enumerate(lines, 1)]
 

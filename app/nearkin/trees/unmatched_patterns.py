@@ -22,6 +22,8 @@ NAMES_MAX = 20_000
 """Names in all these folders together that are compared, 0.1 s; beyond, nothing is reported."""
 COMPARISONS_MAX = 1_000_000
 """Comparisons of names and folders with patterns, 0.5 s; beyond, nothing is reported."""
+SHOWN_CHARACTERS_MAX = 200
+"""Of a pattern that an error repeats."""
 _WILDCARDS = frozenset("*?[\\")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -34,6 +36,14 @@ class PatternSource(NamedTuple):
     """The file that has it; empty: an option."""
     line: int = 0
     """Its number in the file, from 1."""
+    option: str = "--exclude"
+    """The option of a pattern without a file."""
+
+    @property
+    def label(self) -> str:
+        """The text that names the pattern in an error."""
+        where = f'--exclude-file "{self.file}", line {self.line}: ' if self.file else f"{self.option} "
+        return f"{where}{self.text[:SHOWN_CHARACTERS_MAX]!r}"
 
 
 class Pattern(Protocol):
