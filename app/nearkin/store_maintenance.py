@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from weakref import WeakSet
 
+from nearkin.local.damage_notes import DamageNotes
 from nearkin.local.failed_puts import FailedPutCleaner
 from nearkin.local.index_lifecycle import WRITER_LOCK_TIMEOUT_SECONDS, LocalIndex
 from nearkin.local.index_location import IndexLocation
@@ -50,7 +51,7 @@ from nearkin_shared.results import (
 from nearkin_shared.retention import guard_of
 from nearkin_shared.storage import chunking_record, descriptor
 from nearkin_shared.storage.chunking_record import ChunkingGuard
-from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.containers import ContainerStore, id_of
 from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.storage.disk_reserve import SpaceReserve
 from nearkin_shared.storage.gc_pause import GcPauseFlag
@@ -127,6 +128,8 @@ class MaintainedStore:
         self._condemned = PendingDeleteStore(covered)
         self._heads = VersionHeads(covered)
         self._quarantine = Quarantine(covered, clock)
+        self.damage_notes: DamageNotes = DamageNotes(root, self._quarantine)
+        self._containers.on_damage = self.damage_notes.note
         self.reserve: SpaceReserve = SpaceReserve(root, self._container_bytes)
         self.pauses: GcPauseFlag = GcPauseFlag(covered, clock, self.reserve)
         self._deletions = Deletions(
@@ -149,7 +152,7 @@ class MaintainedStore:
             clock,
         )
         failed = FailedPutCleaner(root, self._containers, self._index, self.reserve)
-        self._puts = LocalPuts(parts, self._repair_quarantined, failed)
+        self._puts = LocalPuts(parts, self._verify_noted, self._repair_quarantined, failed)
         _STORES.add(self)
 
     def __enter__(self) -> Self:
@@ -346,7 +349,23 @@ class MaintainedStore:
             return unsound
 
         forgotten = self._index.withdraw(quarantined)
+        self._containers.evict()  # a damaged block that is still in memory would become a base
+        if not forgotten:
+            damaged = [id_of(damage.object_name) for damage in report.damage]
+            self.damage_notes.add([container for container in damaged if container is not None])
         return replace(report, forgotten=forgotten) if verifier.broken else report
+
+    def _verify_noted(self) -> None:
+        """Verify containers with noted damage, so that no put deduplicates into broken chunks."""
+        noted = self.damage_notes.read()
+        if not noted:
+            return
+        from nearkin_maintenance import VerifyScope
+
+        _log.warning("containers in which damage was found are verified before the put: %d", len(noted))
+        report = self._verified(VerifyScope(only=noted))
+        if report.forgotten is not False:
+            self.damage_notes.remove(noted)
 
     def scrubber(self) -> Scrubber:
         """Return what reads all of this store again and again, by its settings `scrub`."""

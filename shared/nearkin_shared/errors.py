@@ -27,6 +27,9 @@ class PermanentError(NearkinError):
 class Corrupt(PermanentError):
     """Stored bytes differ from those written: a checksum, fingerprint or length disagrees."""
 
+    container: int | None = None
+    """The container whose directory cannot be read, if that is the cause."""
+
 
 class BadInput(PermanentError):
     """The caller's input is refused: a key, a range, a file.

@@ -22,6 +22,7 @@ from nearkin_shared.pipeline.stage import LookupRequest, LookupResults
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.pending_delete_watch import PendingDeleteFilter, PendingDeleteWatcher
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
+from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.types import Locations
 from tests.support.data.stores import SMALL, settings
 
@@ -81,6 +82,24 @@ def test_pending_delete_chunk_is_no_base(world: World) -> None:
     removed = np.repeat([False, True], [len(world.chunks["kept"]), len(world.chunks["gone"])])
     assert np.array_equal(after.available, ~removed)
     assert not after.pieces.lengths[removed].any()
+
+
+def test_quarantined_chunk_is_no_base(world: World) -> None:
+    """A chunk that a scrub quarantined is no base, though its block is cached and intact there."""
+    quarantine = Quarantine(world.objects, lambda: world.now)
+    watch = PendingDeleteWatcher(PendingDeleteStore(world.objects), 0.0, quarantine=quarantine)
+    collected = PendingDeleteFilter(watch, world.containers, world.fresh)
+    facts = EmbeddedLookups(PendingIndex(world.store._index.readable(), b""), InFlight(world.containers), collected)
+    broken = world.chunks["gone"]
+    locations = Locations.join([world.chunks["kept"], broken])
+    before = facts.answer(LookupRequest(similar=locations), LookupResults()).similar
+    assert before is not None
+    assert before.available.all()
+    quarantine.note({int(broken.containers[0]): broken.ordinals}, {}, everything=False)
+    after = facts.answer(LookupRequest(similar=locations), LookupResults()).similar
+    assert after is not None
+    assert np.array_equal(after.available, np.repeat([True, False], [len(world.chunks["kept"]), len(broken)]))
+    assert np.array_equal(collected.lost(locations, world.containers), ~after.available)
 
 
 def test_directories_are_evicted_on_record_change(world: World) -> None:

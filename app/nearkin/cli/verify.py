@@ -199,7 +199,10 @@ def verify_lines(report: VerifyReport) -> Iterable[str]:
     if report.untagged_containers:
         yield f"{plural(report.untagged_containers, 'container')} of no version's tenant: compared by SHA-1 alone"
     if report.forgotten is False:
-        yield "the index still names what is broken, since a put is running: run verify again when it has ended"
+        yield (
+            "another process writes to the store, so its index still names what is broken: its next put verifies that "
+            "first and stores such data again; run verify again when a put that is running now has ended"
+        )
     else:
         yield from _remedies(report.damage)
     read = ", ".join(

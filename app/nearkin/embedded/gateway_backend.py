@@ -99,6 +99,8 @@ def embedded_gateway(settings: Settings, lock_wait_seconds: float = 0.0) -> Gate
     outcomes = UploadStatuses(limits.UPLOAD_STATUS_BYTES)
     outcomes.set_known_from(time.time_ns() // 1_000_000)
     pools = WorkerPools()
+    catalogue = VersionCatalog(objects, found, settings, StoreListing(store))
+    catalogue.report_damage_to(store.damage_notes.note)
     ingest = EmbeddedIngest(store, outcomes, lambda: hot.settings, pools.disk)
     return Gateway(
         hot=ConfigChanges(settings, hot),
@@ -106,7 +108,7 @@ def embedded_gateway(settings: Settings, lock_wait_seconds: float = 0.0) -> Gate
         ingest=ingest,
         outcomes=outcomes,
         tickets=UploadIds(secret),
-        catalogue=VersionCatalog(objects, found, settings, StoreListing(store)),
+        catalogue=catalogue,
         deletions=store.deletions,
         resumable=Resumable(objects, limits.RESUMABLE_MAX, shares_of(settings.gateway)),
         collecting=ingest,

@@ -61,8 +61,15 @@ class WriterParts:
 class LocalPuts:
     """Carries out the puts of one open store."""
 
-    def __init__(self, parts: WriterParts, repair: Callable[[], None], failed: FailedPutCleaner) -> None:
-        """Create a writer. `repair` is called after each commit."""
+    def __init__(
+        self,
+        parts: WriterParts,
+        verify_noted: Callable[[], None],
+        repair: Callable[[], None],
+        failed: FailedPutCleaner,
+    ) -> None:
+        """Create a writer. `verify_noted` is called before each put, `repair` after each commit."""
+        self._verify_noted = verify_noted
         self._failed = failed
         self._root = parts.root
         self._settings = parts.settings
@@ -141,6 +148,7 @@ class LocalPuts:
             raise self.is_put_in_progress("another put")
         settings = self._settings()
         check_tenant(self._covered, settings.tenant)
+        self._verify_noted()
         crossing = self._index.crossing  # of this process: one that is forked meanwhile has another
         entry = object()
         with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another

@@ -30,7 +30,7 @@ from nearkin_shared.formats.tree_entry_group import EntryFlag
 from nearkin_shared.reading.tree_reader import EntryGroup, PlacedEntry, ReadRange, TreeReader
 from nearkin_shared.storage.container_graph import reachable_containers
 from nearkin_shared.storage.containers import ContainerStore
-from nearkin_shared.storage.quarantine import Quarantine
+from nearkin_shared.storage.quarantine import Quarantine, quarantined_segments
 from nearkin_shared.types import ContainerId
 from nearkin_shared.validation import RESERVED_PREFIX
 
@@ -101,13 +101,16 @@ class FoundEntry(NamedTuple):
 
 
 def check_sound(containers: ContainerStore, quarantine: Quarantine, manifest: Manifest) -> None:
-    """Raise Corrupt if a container of a version is missing, or any data are quarantined.
+    """Raise Corrupt if a container of a version is missing, or a segment is quarantined.
 
     Of a version that is not sound nothing is taken over: the files are read, which repairs their chunks. Raises
     StoreUnavailable.
     """
-    if quarantine.read():
-        raise Corrupt("the store has quarantined data; run `nearkin verify`")
+    damaged = quarantined_segments(quarantine.read(), manifest.segments)
+    if damaged:
+        raise Corrupt(
+            f"{damaged} of its {len(manifest.segments)} segments are quarantined; `nearkin verify` names the damage"
+        )
 
     def bases_of(container: int) -> list[int]:
         return containers.directory(ContainerId(container)).base_containers()

@@ -53,8 +53,8 @@ def tenant_contexts(
     `rounds` returns a value that changes after each GC run. Raises TenantErased for an erased tenant, KeysLost for one
     whose keys are missing.
     """
-    watch = PendingDeleteWatcher(PendingDeleteStore(objects), settings.gc.grace_seconds, rounds)
     quarantine = Quarantine(objects, time.time)
+    watch = PendingDeleteWatcher(PendingDeleteStore(objects), settings.gc.grace_seconds, rounds, quarantine)
     # One cache for all: a cache for each tenant took TENANTS_MAX times `base.cache_bytes`, and as often 48 MiB.
     every = ContainerStore(objects, b"", int(settings.base.cache_bytes))
 

@@ -175,8 +175,8 @@ class EmbeddedLookups:
     ) -> None:
         """Create the source.
 
-        `collected` filters data that a concurrent GC run may remove; such chunks are no bases. `helpers` decode blocks
-        concurrently with the caller.
+        `collected` filters data that a concurrent GC run may remove, and quarantined data; such chunks are no bases.
+        `helpers` decode blocks concurrently with the caller.
         """
         self._index = index
         self._collected = collected
@@ -212,11 +212,11 @@ class EmbeddedLookups:
         found = self._bases.contents(locations, reads.depth_below, no_deltas=reads.no_deltas, bounds=bounds)
         if self._collected is None:
             return found
-        pending = self._collected.is_pending(found.locations)
-        if not pending.any():
+        unusable = self._collected.is_unusable(found.locations)
+        if not unusable.any():
             return found
-        lengths = np.where(pending, np.uint32(0), found.pieces.lengths).astype(np.uint32)
-        return replace(found, pieces=replace(found.pieces, lengths=lengths), available=found.available & ~pending)
+        lengths = np.where(unusable, np.uint32(0), found.pieces.lengths).astype(np.uint32)
+        return replace(found, pieces=replace(found.pieces, lengths=lengths), available=found.available & ~unusable)
 
 
 class SameBatchLookups:

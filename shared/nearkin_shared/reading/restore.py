@@ -26,7 +26,7 @@ from nearkin_shared.reading.read_plan import Placed, ReadPlan, announce_upcoming
 from nearkin_shared.reading.read_stats import ReadCosts
 from nearkin_shared.reading.tree_reader import TreeContentCheck, TreeReader
 from nearkin_shared.results import VersionInfo
-from nearkin_shared.storage.containers import ContainerSource, ContainerStore, object_name
+from nearkin_shared.storage.containers import ContainerRewritten, ContainerSource, ContainerStore, object_name
 from nearkin_shared.types import U8, U32, ZERO, ContainerId, Locations, distinct, group_by_container, offsets_of
 from nearkin_shared.utils.prefetch import PrefetchIterator
 from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool, all_cores
@@ -121,14 +121,23 @@ class VersionReader:
             raise self._overlong_error()
         reader = ChunkReader(self._source if ahead is None else ahead, helpers)
         check = self._whole_check() if is_complete else None
-        for position, plan in self._plans(ahead, hints):
+        with self._noting_damage():
+            plans = self._plans(ahead, hints)
+        while True:
+            with self._noting_damage():
+                placed = next(plans, None)
+            if placed is None:
+                return
+            position, plan = placed
             ends = offsets_of(plan.lengths) + plan.lengths
             total = int(ends[-1])
             piece_start, piece_stop = max(self._start - position, 0), min(self._stop - position, total)
             first = int(np.searchsorted(ends, piece_start, side="right"))
             last = int(np.searchsorted(ends, piece_stop)) + 1
             skipped = int(ends[first - 1]) if first else 0
-            payload = self._verified(reader, plan.take(slice(first, last)))
+            plan = plan.take(slice(first, last))
+            with self._noting_damage(plan.locations):
+                payload = self._verified(reader, plan)
             if hints is not None:
                 hints.batch_read()
             if check is not None:
@@ -136,6 +145,17 @@ class VersionReader:
                     raise self._overlong_error()
                 check(payload.data, position + total >= self._stop)
             yield payload.data[piece_start - skipped : piece_stop - skipped]
+
+    @contextmanager
+    def _noting_damage(self, chunks: Locations | None = None) -> Iterator[None]:
+        """Report damage of chunks that are read."""
+        try:
+            yield
+        except ContainerRewritten:
+            raise
+        except Corrupt as err:
+            self._source.on_damage(err, Locations.empty() if chunks is None else chunks, self._source)
+            raise
 
     def _whole_check(self) -> Callable[[memoryview, bool], None]:
         """Return a function that compares the pieces of the whole version with its digest.

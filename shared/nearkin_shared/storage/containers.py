@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol, Self
 
@@ -22,7 +22,7 @@ from nearkin_shared.objectstore.parity import SupportsReconstruction
 from nearkin_shared.reading.block_cache import ByteBoundedCache
 from nearkin_shared.reading.read_plan import BlockName
 from nearkin_shared.reading.read_stats import ActiveRestores, GenerationLog, ReadCosts
-from nearkin_shared.types import U8, ContainerId
+from nearkin_shared.types import U8, ContainerId, Locations
 from nearkin_shared.utils.buffers import BufferPool
 
 FOLDER = "containers"
@@ -95,6 +95,20 @@ def id_of(name: str) -> ContainerId | None:
     return None if matched is None else ContainerId(int(matched[1], 16))
 
 
+DamageListener = Callable[[Corrupt, Locations, "ContainerStore"], None]
+"""Called with the error of a read, the chunks that were read together, and the store that was read."""
+
+
+def _lost(container: ContainerId, message: str) -> Corrupt:
+    lost = Corrupt(message)
+    lost.container = container
+    return lost
+
+
+def _ignore_damage(_err: Corrupt, _chunks: Locations, _containers: ContainerStore) -> None:
+    """Do nothing: the store has no notes of damage."""
+
+
 class ContainerStore:
     """Containers of one dedup domain by id, with bounded caches."""
 
@@ -114,6 +128,8 @@ class ContainerStore:
         """Known generations of rewritten containers; about 100 bytes each."""
         self._change_log = GenerationLog()
         self._reconstructed: ByteBoundedCache[str, bytes] = ByteBoundedCache(RECONSTRUCTED_BYTES, "mended")
+        self.on_damage: DamageListener = _ignore_damage
+        """Called by readers of versions, in any thread."""
 
     @property
     def far(self) -> bool:
@@ -315,7 +331,7 @@ class ContainerStore:
             except NotFound as err:
                 if not self._find_newer_generation(container, tried):
                     name = object_name(container, tried)
-                    raise Corrupt(f"{name}: missing, but a version needs it; run `nearkin verify`") from err
+                    raise _lost(container, f"{name}: missing, but a version needs it; run `nearkin verify`") from err
                 cached = self._read_directory(container, self.generation(container))
             except Corrupt:
                 if not self._find_newer_generation(container, tried):  # the repairing process died before deleting it
@@ -333,6 +349,7 @@ class ContainerStore:
         except Corrupt as err:
             reconstructed = self._reconstruct(name, err)
             if reconstructed is None:
+                err.container = container
                 raise
             directory = decode_container(reconstructed, name)
         self._directories.put(container, (directory, generation), directory.memory_bytes)

@@ -1,6 +1,7 @@
-"""Filter of data pending deletion, which a writer must not use as bases.
+"""Filter of data pending deletion and of quarantined data, which are no bases.
 
-Invariant: data pending deletion when a container was opened are no bases of its chunks.
+Invariant: data pending deletion when a container was opened are no bases of its chunks. Neither are data that were
+quarantined by then, though a cache may have them intact.
 
     GC run   withdraws, records -> a grace -> sweeps data that no manifest and no container references
     writer   record, no older than REFRESH_SECONDS -> bases chosen -> container durable within half a grace
@@ -23,6 +24,7 @@ from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.storage.containers import ContainerSource, ContainerStore
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
+from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.types import ZERO, Bools, ContainerId, Locations, group_by_container
 
 INTACT_MAX = 10_000
@@ -35,15 +37,21 @@ class PendingDeleteWatcher:
     """Pending-delete record, re-read periodically. Shared by threads and tenants."""
 
     def __init__(
-        self, store: PendingDeleteStore, grace_seconds: float, runs: Callable[[], object] = lambda: None
+        self,
+        store: PendingDeleteStore,
+        grace_seconds: float,
+        runs: Callable[[], object] = lambda: None,
+        quarantine: Quarantine | None = None,
     ) -> None:
-        """Watch a record.
+        """Watch a record, and the quarantine.
 
         `runs` returns a token that changes when a GC run has ended: the run may have rewritten containers without
         marking any data for deletion.
         """
         self._store = store
         self._runs = runs
+        self._quarantine = quarantine
+        self._damaged: dict[int, PendingDelete] = {}
         self.grace_seconds = grace_seconds
         self._lock = threading.Lock()
         self._record: dict[int, PendingDelete] = {}
@@ -59,11 +67,18 @@ class PendingDeleteWatcher:
             at = time.monotonic()
             if now or at - self._read_at > min(REFRESH_SECONDS, self.grace_seconds / 4):
                 ended, record = self._runs(), self._store.read()
+                damaged = {} if self._quarantine is None else self._quarantine.read()
                 is_late = at - self._read_at > self.grace_seconds / 2
-                if is_late or ended != self._last_run or _stamp(record) != _stamp(self._record):
+                before, found = (self._record, self._damaged), (record, damaged)
+                if is_late or ended != self._last_run or [*map(_stamp, before)] != [*map(_stamp, found)]:
                     self.changes += 1
-                self._record, self._last_run, self._read_at = record, ended, at
+                self._record, self._damaged, self._last_run, self._read_at = record, damaged, ended, at
             return self._record
+
+    def damaged(self) -> dict[int, PendingDelete]:
+        """Return the quarantined data, as old as the record. Raises StoreUnavailable."""
+        self.record()
+        return self._damaged
 
 
 def _stamp(record: dict[int, PendingDelete]) -> list[tuple[int, int, int, int]]:
@@ -100,9 +115,9 @@ class PendingDeleteFilter:
             self._containers.evict()
             self._intact.clear()
 
-    def is_pending(self, chunks: Locations) -> Bools:
-        """Return which chunks are pending deletion."""
-        return is_listed(self._watch.record(), chunks)
+    def is_unusable(self, chunks: Locations) -> Bools:
+        """Return which chunks are pending deletion or quarantined: nothing new may depend on them."""
+        return is_listed(self._watch.record(), chunks) | is_listed(self._watch.damaged(), chunks)
 
     def is_expiring(self, chunks: Locations) -> Bools:
         """Return which chunks were withdrawn longer than half a grace ago.
@@ -113,12 +128,12 @@ class PendingDeleteFilter:
         return is_listed(self._watch.record(), chunks, withdrawn_before_us)
 
     def lost(self, chunks: Locations, source: ContainerSource) -> Bools:
-        """Return which chunks are pending deletion or deleted.
+        """Return which chunks are pending deletion, quarantined or deleted.
 
         Deleted: missing in what `source` has read since the record last changed.
         """
         self.refresh()
-        found = self.is_pending(chunks)
+        found = self.is_unusable(chunks)
         for container, rows in group_by_container(chunks.containers):
             if container == ZERO:
                 continue

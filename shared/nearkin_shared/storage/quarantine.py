@@ -25,7 +25,7 @@ from nearkin_shared.formats.pending_delete_record import (
 )
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.storage.versioned_record import VersionedRecords
-from nearkin_shared.types import U32
+from nearkin_shared.types import U32, Locations, group_by_container
 from nearkin_shared.utils.failpoints import failpoint
 
 FOLDER = "quarantine"
@@ -131,6 +131,16 @@ def _same(first: Record, second: Record) -> bool:
         and np.array_equal(entry.segments, second[container].segments)
         for container, entry in first.items()
     )
+
+
+def quarantined_segments(record: Record, segments: Locations) -> int:
+    """Return how many of the segments have quarantined chunks."""
+    count = 0
+    for container, rows in group_by_container(segments.containers) if record else ():
+        entry = record.get(container)
+        if entry is not None:
+            count += len(rows) if entry.whole else int(np.isin(segments.ordinals[rows], entry.segments).sum())
+    return count
 
 
 def join_records(first: Record, second: Record) -> Record:

@@ -30,7 +30,7 @@ from nearkin_shared.objectstore.base import ObjectStore, check_tenant
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.results import Damage, Deletion, Explanation, Stats, VersionInfo
 from nearkin_shared.storage import descriptor
-from nearkin_shared.storage.containers import ContainerStore
+from nearkin_shared.storage.containers import ContainerStore, DamageListener
 from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import MANIFEST_SUFFIX, ManifestStore
@@ -142,6 +142,10 @@ class VersionCatalog:
         self._readers = ThreadPoolExecutor(READERS, "nearkin-catalogue")
         # One cache for all tenants: a quarter of it for each of up to eight decoded most bases again and again.
         self._containers = ContainerStore(objects, domain_of(settings.tenant), int(settings.restore.cache_bytes))
+
+    def report_damage_to(self, listener: DamageListener) -> None:
+        """Call `listener` with each read error; before the first read."""
+        self._containers.on_damage = listener
 
     def close(self) -> None:
         """Stop the threads for parallel reads; blobs returned before can still be read."""
