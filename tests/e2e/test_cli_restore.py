@@ -212,7 +212,10 @@ def test_restore_reports_entries_that_cannot_be_written(store: Path, tmp_path: P
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
 @pytest.mark.parametrize("refused", ["", "big", "unreadable", "closed"])
 def test_restore_reports_a_refused_folder_once(tmp_path: Path, refused: str) -> None:
-    """As a user who may not write a folder: one line with the entries below it, in all of them by JSON."""
+    """As a user who may not write a folder: one line with the entries below it, in all of them by JSON.
+
+    A dry run before it names the same folder, with the same counts.
+    """
     home, target = tmp_path / "home", tmp_path / "target"
     for name in ("big/deep", "unreadable", "closed", "sound"):
         (home / name).mkdir(parents=True)
@@ -226,8 +229,9 @@ def test_restore_reports_a_refused_folder_once(tmp_path: Path, refused: str) -> 
     rights = "-dac_override,-dac_read_search,-fowner,-chown"
     words = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}", sys.executable, "-m", "nearkin.cli"]
     words += ["--store", str(tmp_path / "store"), "restore", "home", "-o", str(target)]
-    done, as_json = (
-        subprocess.run([*words, more], env=environment(), capture_output=True, check=False) for more in ("-q", "--json")
+    planned, dry, done, as_json = (
+        subprocess.run([*words, *more], env=environment(), capture_output=True, check=False)
+        for more in (("-n", "--json"), ("-n",), ("-q",), ("--json",))
     )
     below, failed, line = {
         "": (17, 17, "/: cannot be written: permission denied; 17 entries below it not restored"),
@@ -240,7 +244,41 @@ def test_restore_reports_a_refused_folder_once(tmp_path: Path, refused: str) -> 
     answer = json.loads(as_json.stdout)
     assert (as_json.returncode, answer["failed"]) == (3, failed)
     assert [one["entries_below"] for one in answer["problems"]] == [below]
+    assert (planned.returncode, dry.returncode) == (3, 3)
+    assert dry.stderr.decode().splitlines() == [f"nearkin: {line}"]
+    for name in ("problems", "failed", "files", "folders"):
+        assert json.loads(planned.stdout)[name] == answer[name], name
     assert (target / "sound" / "2").exists() == (refused != "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+@pytest.mark.parametrize("case", ["own", "missing", "unreadable"])
+def test_dry_run_of_targets_ends_as_the_restore(store: Path, tmp_path: Path, case: str) -> None:
+    """Folders of the user's own are made writable; a target that cannot be made or opened is refused."""
+    target = tmp_path / "above" / "target"
+    (target / "etc").mkdir(parents=True)
+    if case == "own":
+        (target / "etc").chmod(0o500)
+    elif case == "missing":
+        shutil.rmtree(target)
+        os.chown(target.parent, 12345, 12345)
+    else:
+        os.chown(target, 12345, 12345)
+        target.chmod(0o711)
+    rights = "-dac_override,-dac_read_search,-fowner,-chown"
+    words = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}", sys.executable, "-m", "nearkin.cli"]
+    words += ["--json", "--store", str(store), "restore", "home", "-o", str(target)]
+    planned, done = (
+        subprocess.run([*words, *more], env=environment(), capture_output=True, check=False) for more in (("-n",), ())
+    )
+    if case == "own":
+        answers = [json.loads(one.stdout) for one in (planned, done)]
+        assert [(one["failed"], one["problems"]) for one in answers] == [(0, []), (0, [])]
+        assert answers[0]["files"] == answers[1]["files"]
+        return
+    assert (planned.returncode, planned.stderr) == (done.returncode, done.stderr) == (2, done.stderr)
+    remedy = {"missing": b"Permission denied; name a new or existing folder", "unreadable": b"is not readable"}
+    assert remedy[case] in done.stderr
 
 
 @pytest.mark.parametrize("flags", [(), ("--delete",), ("--overwrite", "never")])

@@ -184,7 +184,7 @@ def _plan(
     """Print what a restore would do; return the exit code that it would have."""
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import print_json, print_line, warn
-    from nearkin.cli.tree_output import path_lines, patterns_json
+    from nearkin.cli.tree_output import patterns_json
     from nearkin.trees.restore_plan import PlannedRestore, plan_restore
 
     counts = plan_restore(tree, found.path or b"", target, options, PlannedRestore(), protected=protected)
@@ -194,7 +194,7 @@ def _plan(
         print_json({"dry_run": True, **fields, "unmatched_patterns": patterns_json(unmatched)})
         return code
     _print_unmatched(unmatched)
-    for line in path_lines("", counts.problems, counts.failed):
+    for line in _failure_lines(counts.problems, counts.failed):
         warn(line)
     for line in _plan_lines(counts):
         print_line(line)
@@ -202,8 +202,6 @@ def _plan(
 
 
 def _planned_json(counts: PlannedRestore) -> dict[str, object]:
-    from nearkin.cli.tree_output import problems_json
-
     return {
         "files": counts.files,
         "folders": counts.folders,
@@ -213,7 +211,7 @@ def _planned_json(counts: PlannedRestore) -> dict[str, object]:
         **_deletion_json(counts.deletion),
         "written_bytes": counts.bytes,
         "failed": counts.failed,
-        "problems": problems_json(counts.problems),
+        "problems": _failures_json(counts.problems),
     }
 
 

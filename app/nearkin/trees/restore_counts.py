@@ -60,30 +60,14 @@ class RestoreProblem(NamedTuple):
 
 
 @dataclass(slots=True)
-class RestoreCounts:
-    """Progress of a restore; another thread may read it."""
+class FailureCounts:
+    """Entries that a restore does not write as they were, or would not write."""
 
-    files: int = 0
-    folders: int = 0
-    others: int = 0
-    kept_files: int = 0
-    """Files that existed and were kept."""
-    deletion: DeletionCounts = field(default_factory=DeletionCounts)
-    written_bytes: int = 0
     problems: list[RestoreProblem] = field(default_factory=list)
     failed: int = 0
     """Entries that are missing or incomplete."""
-    damaged: int = 0
-    """Those of them whose stored content is damaged."""
     refused_folders: dict[bytes, int] = field(default_factory=dict)
     """Folders of the tree that cannot be opened or written: the position of each in `problems`."""
-    unset: Counter[str] = field(default_factory=Counter)
-    """Attributes that this user or file system could not set, by kind: owner, mode, time, and names of attributes."""
-
-    @property
-    def deleted(self) -> int:
-        """Entries of the target that were deleted."""
-        return self.deletion.deleted
 
     def fail(self, path: bytes, reason: str) -> None:
         """Count an entry that is missing or incomplete."""
@@ -113,6 +97,28 @@ class RestoreCounts:
         """Keep a problem with its path."""
         if len(self.problems) < PROBLEMS_MAX:
             self.problems.append(RestoreProblem(path, reason, is_attribute))
+
+
+@dataclass(slots=True)
+class RestoreCounts(FailureCounts):
+    """Progress of a restore; another thread may read it."""
+
+    files: int = 0
+    folders: int = 0
+    others: int = 0
+    kept_files: int = 0
+    """Files that existed and were kept."""
+    deletion: DeletionCounts = field(default_factory=DeletionCounts)
+    written_bytes: int = 0
+    damaged: int = 0
+    """Failed entries whose stored content is damaged."""
+    unset: Counter[str] = field(default_factory=Counter)
+    """Attributes that this user or file system could not set, by kind: owner, mode, time, and names of attributes."""
+
+    @property
+    def deleted(self) -> int:
+        """Entries of the target that were deleted."""
+        return self.deletion.deleted
 
     @property
     def is_complete(self) -> bool:

@@ -12,17 +12,19 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nearkin.trees.refused_folders import FolderRefusal
 from nearkin.trees.restore_counts import (
     HAS_FILE,
     HAS_FOLDER,
     HAS_STORE,
-    PROBLEMS_MAX,
+    FailureCounts,
     Overwrite,
     RestoreOptions,
-    RestoreProblem,
     kept_folder_reason,
+    reason_of,
 )
 from nearkin.trees.store_folders import is_store, open_path
+from nearkin.trees.target_access import TargetAccess, check_creatable
 from nearkin.trees.target_deletion import IS_STORE, DeletionCounts, Identity, TargetDeletion, check_target
 from nearkin.trees.tree_restore import check_delete, is_same_file
 from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry
@@ -32,8 +34,8 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(slots=True)
-class PlannedRestore:
-    """The counts that a restore would have."""
+class PlannedRestore(FailureCounts):
+    """The counts that a restore would have; failures are what the target refuses."""
 
     files: int = 0
     """Files that would be written."""
@@ -47,9 +49,6 @@ class PlannedRestore:
     """Entries of restored folders that `--delete` would delete, or keep."""
     bytes: int = 0
     """Content that would be written."""
-    failed: int = 0
-    """Entries that the target refuses: in another store, or where something has their name that is not replaced."""
-    problems: list[RestoreProblem] = field(default_factory=list)
 
     @property
     def deleted(self) -> int:
@@ -74,12 +73,13 @@ def plan_restore(
     check_target(target, protected)
     partial = check_delete(tree, single, options)
     base, entries = _selected(tree, path)
-    root, closed = os.fsencode(target), set[bytes]()
+    check_creatable(target)
+    root = os.fsencode(target)
     with ExitStack() as stack:
-        deletion: TargetDeletion | None = None
+        planner = _Planner(root, base, options, counts, protected)
         descriptor = _open_target(root, stack) if options.delete and options.accepts is None else None
         if descriptor is not None:
-            deletion = TargetDeletion(
+            planner.deletion = TargetDeletion(
                 descriptor,
                 counts.deletion,
                 protected,
@@ -88,20 +88,114 @@ def plan_restore(
                 is_dry=True,
             )
         for entry in entries:
-            if not entry.name or (options.accepts is not None and not options.accepts(entry)):
-                continue
-            place = _join(root, base, entry.path)
-            if entry.folder in closed or _is_closed(entry, place, options, protected, counts):
-                if entry.kind == EntryKind.FOLDER:
-                    closed.add(entry.path)
-                continue
-            _add(entry, place, options, counts, deletion)
-        if deletion is not None and descriptor is not None:
-            before = len(deletion.counts.failures)
-            _plan_deletion(tree, path, deletion, descriptor, closed)
-            for failure in deletion.counts.failures[before:]:
-                _fail(counts, failure.path, f"cannot be deleted: {failure.reason}")
+            if entry.name and (options.accepts is None or options.accepts(entry)):
+                planner.add(entry)
+        if planner.deletion is not None and descriptor is not None:
+            before = len(counts.deletion.failures)
+            _plan_deletion(tree, path, planner.deletion, descriptor, planner.closed)
+            for failure in counts.deletion.failures[before:]:
+                counts.fail(failure.path, f"cannot be deleted: {failure.reason}")
     return counts
+
+
+class _Planner:
+    """Counts what the restore of each entry would do."""
+
+    def __init__(
+        self,
+        root: bytes,
+        base: bytes,
+        options: RestoreOptions,
+        counts: PlannedRestore,
+        protected: Collection[Identity],
+    ) -> None:
+        self.deletion: TargetDeletion | None = None
+        self.closed = set[bytes]()
+        """Folders of the tree that would not be restored, nor what is below them."""
+        self._root = root
+        self._base = base
+        self._options = options
+        self._counts = counts
+        self._protected = protected
+        self._access = TargetAccess(root)
+
+    def add(self, entry: TreeEntry) -> None:
+        """Count one entry; its folder comes before it."""
+        if self._is_refused(self._access.opening(self._relative(entry.folder)), entry):
+            return
+        relative = self._relative(entry.path)
+        place, exists = os.path.join(self._root, relative), None
+        with suppress(OSError):
+            exists = os.lstat(place)
+        is_folder = entry.kind == EntryKind.FOLDER
+        if entry.folder in self.closed or (is_folder and exists is not None and self._is_closed(entry, place, exists)):
+            if is_folder:
+                self.closed.add(entry.path)
+        elif is_folder:
+            self._add_folder(entry, relative, exists)
+        else:
+            self._add_other(entry, place, exists)
+
+    def _relative(self, path: bytes) -> bytes:
+        return path[len(self._base) :].lstrip(b"/") if self._base else path
+
+    def _is_refused(self, refusal: FolderRefusal | None, entry: TreeEntry) -> bool:
+        """Count an entry that a folder of the target refuses; return whether one does."""
+        if refusal is None:
+            return False
+        folder = b"/".join(filter(None, (self._base, refusal.folder)))
+        self._counts.fail_below(folder, reason_of(refusal), entry.path)
+        return True
+
+    def _is_closed(self, entry: TreeEntry, place: bytes, exists: os.stat_result) -> bool:
+        """Count a folder whose content would not be restored either; return whether it is one."""
+        if (exists.st_dev, exists.st_ino) in self._protected:
+            self._counts.deletion.add_kept(entry.path, IS_STORE)
+            return True
+        if not stat.S_ISDIR(exists.st_mode):
+            if self._options.overwrite == Overwrite.NEVER:
+                self._counts.kept_files += 1
+                self._counts.fail(entry.path, HAS_FILE)
+                return True
+            return False
+        with suppress(OSError):
+            if _is_store(place):
+                self._counts.fail(entry.path, HAS_STORE)
+                return True
+        return False
+
+    def _add_folder(self, entry: TreeEntry, relative: bytes, exists: os.stat_result | None) -> None:
+        if exists is not None and stat.S_ISDIR(exists.st_mode):
+            reason = self._access.enter(relative, exists)
+            if reason:
+                self._counts.fail_folder(entry.path, reason)
+                return
+            self._is_refused(self._access.opening(relative), entry)  # then it has no attributes
+        elif self._is_refused(self._access.writing(self._relative(entry.folder)), entry):
+            return
+        elif exists is not None:
+            self._counts.replaced += 1
+        self._counts.folders += 1
+
+    def _add_other(self, entry: TreeEntry, place: bytes, exists: os.stat_result | None) -> None:
+        counts = self._counts
+        if exists is not None:
+            if _is_kept(entry, exists, self._options.overwrite):
+                counts.kept_files += 1
+                return
+            if stat.S_ISDIR(exists.st_mode):
+                reason = _refusal(entry, place, self.deletion) if self._options.delete else HAS_FOLDER
+                if reason:
+                    counts.fail(entry.path, reason)
+                    return
+        if self._is_refused(self._access.writing(self._relative(entry.folder)), entry):
+            return
+        counts.replaced += exists is not None
+        if entry.kind == EntryKind.FILE:
+            counts.files += 1
+            counts.bytes += entry.content_bytes
+        else:
+            counts.others += 1
 
 
 def _open_target(root: bytes, stack: ExitStack) -> int | None:
@@ -112,13 +206,6 @@ def _open_target(root: bytes, stack: ExitStack) -> int | None:
         return None
     stack.callback(os.close, descriptor)
     return descriptor
-
-
-def _fail(counts: PlannedRestore, path: bytes, reason: str) -> None:
-    """Count an entry that would not be restored, or deleted."""
-    counts.failed += 1
-    if len(counts.problems) < PROBLEMS_MAX:
-        counts.problems.append(RestoreProblem(path, reason))
 
 
 def _plan_deletion(tree: TreeReader, path: bytes, deletion: TargetDeletion, root: int, closed: set[bytes]) -> None:
@@ -158,29 +245,6 @@ def _plan_folder(deletion: TargetDeletion, root: int, base: bytes, folder: bytes
         os.close(descriptor)
 
 
-def _is_closed(
-    entry: TreeEntry, path: bytes, options: RestoreOptions, protected: Collection[Identity], counts: PlannedRestore
-) -> bool:
-    """Count a folder that would not be restored; return whether it is one."""
-    if entry.kind != EntryKind.FOLDER:
-        return False
-    with suppress(OSError):
-        exists = os.lstat(path)
-        if (exists.st_dev, exists.st_ino) in protected:
-            counts.deletion.add_kept(entry.path, IS_STORE)
-            return True
-        if stat.S_ISDIR(exists.st_mode) and _is_store(path):
-            _fail(counts, entry.path, HAS_STORE)
-            return True
-        if not stat.S_ISDIR(exists.st_mode):
-            if options.overwrite == Overwrite.NEVER:
-                counts.kept_files += 1
-                _fail(counts, entry.path, HAS_FILE)
-                return True
-            counts.replaced += 1
-    return False
-
-
 def _is_store(path: bytes) -> bool:
     """Return whether a folder is a store. Raises OSError."""
     descriptor = open_path(path, follow_symlinks=False)
@@ -207,37 +271,6 @@ def _selected(tree: TreeReader, path: bytes) -> tuple[bytes, Iterator[TreeEntry]
     if single is not None and single.kind != EntryKind.FOLDER:
         return single.folder, iter((single,))
     return path, (placed.entry for placed in tree.below(path))
-
-
-def _join(root: bytes, base: bytes, path: bytes) -> bytes:
-    relative = path[len(base) :].lstrip(b"/") if base else path
-    return os.path.join(root, relative) if relative else root
-
-
-def _add(
-    entry: TreeEntry, path: bytes, options: RestoreOptions, counts: PlannedRestore, deletion: TargetDeletion | None
-) -> None:
-    exists = None
-    with suppress(OSError):
-        exists = os.lstat(path)
-    if entry.kind == EntryKind.FOLDER:
-        counts.folders += 1
-        return
-    if exists is not None:
-        if _is_kept(entry, exists, options.overwrite):
-            counts.kept_files += 1
-            return
-        if stat.S_ISDIR(exists.st_mode):
-            reason = _refusal(entry, path, deletion) if options.delete else HAS_FOLDER
-            if reason:
-                _fail(counts, entry.path, reason)
-                return
-        counts.replaced += 1
-    if entry.kind == EntryKind.FILE:
-        counts.files += 1
-        counts.bytes += entry.content_bytes
-    else:
-        counts.others += 1
 
 
 def _refusal(entry: TreeEntry, path: bytes, deletion: TargetDeletion | None) -> str:
