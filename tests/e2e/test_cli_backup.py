@@ -232,6 +232,49 @@ def test_backup_dry_run_stores_nothing(home: Path, store: Path, call: InProcess)
         assert planned[name] == stored[name], name
 
 
+def test_backup_verbose_lists_files(home: Path, store: Path, call: InProcess) -> None:
+    """A dry run lists each file with its state, a backup those that it reads; JSON has the same."""
+    time.sleep(1.1)
+    backup: tuple[str | Path, ...] = ("--store", store, "backup", "home", home)
+    odd = rf"{home}/sub/caf\xe9\n"
+    first = [
+        f"new              4 B  {home}/a.txt",
+        f"new          5,000 B  {home}/sub/b.o",
+        f"new              3 B  {odd}",
+    ]
+    for words in (("-v", "--dry-run"), ("-v",)):
+        done = call(*backup, *words)
+        assert (done.returncode, done.stderr, done.stdout.decode().splitlines()[:3]) == (0, b"", first), words
+    (home / "a.txt").write_bytes(b"other")
+    (home / "sub" / "new").write_bytes(b"n")
+    expected = [("changed", 5, f"{home}/a.txt"), ("unchanged", 5000, f"{home}/sub/b.o"), ("unchanged", 3, odd)]
+    expected.append(("new", 1, f"{home}/sub/new"))
+    text = call(*backup, "-nv").stdout.decode().splitlines()
+    assert [tuple(line.split()) for line in text[:4]] == [(a, f"{b:,}", "B", c) for a, b, c in expected]
+    states = call.answer(*backup, "-nv")["file_states"]
+    assert [(one["state"], one["size_bytes"]) for one in states] == [one[:2] for one in expected]
+    assert "file_states" not in call.answer(*backup, "-n")
+    stored = call.answer(*backup, "-v")
+    assert [(one["state"], one["path"]) for one in stored["file_states"]] == [
+        ("changed", f"{home}/a.txt"),
+        ("new", f"{home}/sub/new"),
+    ]
+    assert [stored[name] for name in ("new_files", "changed_files", "unchanged_files")] == [1, 1, 2]
+    assert call("-q", *backup, "-fv").stdout == b""
+
+
+def test_backup_verbose_prints_json_lines(home: Path, store: Path) -> None:
+    """Each file is a line of its own, also of a dry run; the summary is the last line."""
+    for words, key in ((("-n",), "dry_run"), ((), "version")):
+        done = run("--store", store, "--json", "backup", "home", home, "--progress", "-v", *words)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        files = [line for line in lines if line["message_type"] == "verbose_status"]
+        assert [(line["action"], line["data_size"]) for line in files] == [("new", 4), ("new", 5000), ("new", 3)]
+        assert (files[0]["item"], lines[-1]["message_type"]) == (f"{home}/a.txt", "summary")
+        assert lines[-1][key] == 1
+        assert "file_states" not in lines[-1]
+
+
 def test_backup_draws_files_and_bytes_on_a_terminal(store: Path, home: Path) -> None:
     assert b"backup: 3 files" in drawn_on_terminal("--store", store, "backup", "home", home)
 

@@ -116,7 +116,9 @@ def test_tree_commands_through_a_server(gateway: ScriptedGateway, tmp_path: Path
     first = answer(gateway, "backup", "trees/home", home)
     (home / "etc" / "new").write_bytes(b"new")
     assert answer(gateway, "backup", "trees/home", home, "--dry-run")["new_files"] == 1
-    second = answer(gateway, "backup", "trees/home", home)
+    second = answer(gateway, "backup", "trees/home", home, "--verbose")
+    states = [(one["state"], one["size_bytes"]) for one in second["file_states"]]
+    assert states == [("new", len(FIRST)), ("new", 3)]  # this server takes no ranges of the first version
     before, after = (f"trees/home@{one['version']}" for one in (first, second))
     assert [one["path"] for one in answer(gateway, "ls", "-R", f"{after}:/")] == ["/etc", "/etc/fstab", "/etc/new"]
     assert [one["version"] for one in answer(gateway, "find", "new")] == [second["version"]]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
@@ -25,7 +27,7 @@ from nearkin_shared.errors import BadInput
 if TYPE_CHECKING:
     from nearkin.store_copy import AnyStore
     from nearkin.trees.backup_plan import PlannedCounts
-    from nearkin.trees.backup_walk import BackupCounts, BackupOptions
+    from nearkin.trees.backup_walk import BackupCounts, BackupOptions, FileReport
     from nearkin.trees.exclusions import ExclusionOptions
     from nearkin.trees.store_backup import BackupResult
     from nearkin_shared.reading.tree_reader import TreeReader
@@ -56,6 +58,7 @@ RESERVED_METADATA = ("content-type", "tags")
 @click.option("--ignore-inode", is_flag=True, help="The same with another inode: for network file systems.")
 @click.option("--skip-if-unchanged", is_flag=True, help="Store no version if nothing changed since the newest.")
 @click.option("-n", "--dry-run", is_flag=True, help="Report what would be read and left out; store nothing.")
+@click.option("-v", "--verbose", is_flag=True, help="List new and changed files; with --dry-run unchanged ones too.")
 @click.option("--progress", is_flag=True, help="With --json: a JSON line each second, then the result as the last one.")
 @force_option
 @shared_options
@@ -76,6 +79,7 @@ def backup(
     ignore_inode: bool,
     skip_if_unchanged: bool,
     dry_run: bool,
+    verbose: bool,
     progress: bool,
 ) -> int:
     """Store folders and files as one version of KEY.
@@ -88,7 +92,8 @@ def backup(
     nearkin backup home /home/ana -e '*.o' -e '/Downloads/' -e '!important.o' --exclude-caches
     nearkin backup root / --one-file-system --exclude-if-present .nobackup --exclude-larger-than 4GiB
     find /srv -newer mark -print0 | nearkin backup recent --files-from -
-    nearkin backup home /home/ana --dry-run        # files that would be read, entries left out
+    nearkin backup home /home/ana --dry-run -v     # each file: new, changed or unchanged; entries left out
+    nearkin backup home /home/ana -v               # new and changed files
     nearkin -q backup home /home/ana               # for cron: prints errors alone
     nearkin backup home /home/ana --json --progress    # for programs: status, error and summary lines
 
@@ -125,11 +130,58 @@ def backup(
             f"backup: no path is given; name folders or files after KEY, here {key!r}, or list them with --files-from"
         )
     _check_exclusions(options.exclusions)
-    if progress and (dry_run or not session.as_json):
-        raise BadInput("--progress: prints JSON lines; give --json, and no --dry-run")
-    if dry_run:
-        return _plan(session, key, chosen, options)
-    return _back_up(session, key, chosen, options, as_lines=progress)
+    if progress and not session.as_json:
+        raise BadInput("--progress: prints JSON lines; give --json")
+    output = FileOutput(session, as_lines=progress, is_verbose=verbose)
+    options = replace(options, on_file=output.add if verbose else None)
+    return (_plan if dry_run else _back_up)(output, key, chosen, options)
+
+
+class FileOutput:
+    """Prints the files of a backup, and its result as JSON."""
+
+    def __init__(self, session: Session, *, as_lines: bool, is_verbose: bool) -> None:
+        """`as_lines`: as JSON lines. `is_verbose`: with files."""
+        self.session = session
+        self.as_lines = as_lines
+        self._is_verbose = is_verbose
+        self._files: list[FileReport] = []
+        """Of a JSON value, up to PROBLEMS_SHOWN_MAX."""
+
+    @property
+    def has_bar(self) -> bool:
+        """Whether a progress bar may be drawn: not between lines on the same terminal."""
+        has_lines = self._is_verbose and sys.stdout is not None and sys.stdout.isatty()
+        return not self.session.as_json and not has_lines
+
+    def add(self, one: FileReport) -> None:
+        """Print a file, or keep it for the JSON value; the thread that walks the folders calls it."""
+        from nearkin.cli.json_progress import print_json_message
+        from nearkin.cli.output import print_line
+        from nearkin.cli.tree_output import PROBLEMS_SHOWN_MAX, show_path
+        from nearkin_shared.savings_table import human_bytes
+
+        if self.as_lines:
+            fields = {"action": one.state, "item": os.fsdecode(one.path), "data_size": one.size_bytes}
+            print_json_message("verbose_status", fields)
+        elif self.session.as_json:
+            if len(self._files) < PROBLEMS_SHOWN_MAX:
+                self._files.append(one)
+        elif not self.session.quiet:
+            print_line(f"{one.state:<9}  {human_bytes(one.size_bytes):>9}  {show_path(one.path)}")
+
+    def print_result(self, fields: Mapping[str, object]) -> None:
+        """Print the JSON value of the result, with --verbose and its files."""
+        from nearkin.cli.json_progress import print_json_message
+        from nearkin.cli.output import print_json
+
+        if self.as_lines:
+            print_json_message("summary", fields)
+            return
+        files = [
+            {"path": os.fsdecode(one.path), "state": one.state, "size_bytes": one.size_bytes} for one in self._files
+        ]
+        print_json({**fields, "file_states": files} if self._is_verbose else fields)
 
 
 def parse_tags(values: Sequence[str]) -> list[str]:
@@ -156,8 +208,6 @@ def parse_tree_metadata(pairs: Sequence[str]) -> dict[str, str]:
 
 def _read_paths(name: str) -> list[str]:
     """Return the paths of a `--files-from`. Raises BadInput."""
-    import os
-
     try:
         if name == "-":
             if sys.stdin is None:
@@ -185,22 +235,22 @@ def _check_exclusions(options: ExclusionOptions) -> None:
     Exclusions(options)
 
 
-def _back_up(session: Session, key: str, paths: Sequence[str], options: BackupOptions, *, as_lines: bool) -> int:
+def _back_up(output: FileOutput, key: str, paths: Sequence[str], options: BackupOptions) -> int:
     from nearkin.cli.path_keys import check_new_key
     from nearkin.trees.backup_walk import BackupCounts
 
     started = time.perf_counter()
     counts = BackupCounts()
-    with session.open(read_only=False) as store:
+    with output.session.open(read_only=False) as store:
         check_new_key(store, key, paths, "backup")
-        with _progress(store, key, paths, options, counts, shown=not session.as_json, as_lines=as_lines):
+        with _progress(store, key, paths, options, counts, output):
             try:
                 result = store.backup(key, paths, options=options, counts=counts)
             except BaseException as err:
                 if counts.checkpoints and not options.comparison.force_rescan:
                     err.add_note("run the same command again: it continues behind what is stored")
                 raise
-    return _report(session, key, result, time.perf_counter() - started, as_lines=as_lines)
+    return _report(output, key, result, time.perf_counter() - started)
 
 
 @contextmanager
@@ -210,18 +260,13 @@ def _progress(
     paths: Sequence[str],
     options: BackupOptions,
     counts: BackupCounts,
-    *,
-    shown: bool,
-    as_lines: bool,
+    output: FileOutput,
 ) -> Iterator[None]:
-    """Show the progress; its total is the content of the newest tree, or counted meanwhile.
-
-    `as_lines`: as JSON lines, not as a bar.
-    """
+    """Show the progress; its total is the content of the newest tree, or counted meanwhile."""
     from nearkin.cli.json_progress import json_lines
     from nearkin.cli.progress import EntriesDone, entries_bar, is_drawn
 
-    if not as_lines and not is_drawn(shown=shown):
+    if not output.as_lines and not is_drawn(shown=output.has_bar):
         yield
         return
     newest = _newest_tree_bytes(store, key)
@@ -244,7 +289,7 @@ def _progress(
     try:
         if thread is not None:
             thread.start()
-        with json_lines(read, counts.problems) if as_lines else entries_bar("backup", read, shown=True):
+        with json_lines(read, counts.problems) if output.as_lines else entries_bar("backup", read, shown=True):
             yield
     finally:
         stop.set()
@@ -267,28 +312,30 @@ def _store_folders(store: AnyStore) -> list[Path]:
     return [store.root, store.index_folder] if isinstance(store, Store) else []
 
 
-def _plan(session: Session, key: str, paths: Sequence[str], options: BackupOptions) -> int:
+def _plan(output: FileOutput, key: str, paths: Sequence[str], options: BackupOptions) -> int:
     from nearkin.cli.exit_codes import ExitCode
-    from nearkin.cli.output import print_json, print_line
+    from nearkin.cli.json_progress import json_lines
+    from nearkin.cli.output import print_line
     from nearkin.cli.path_keys import check_new_key
     from nearkin.cli.progress import EntriesDone, entries_bar
     from nearkin.trees.backup_plan import BackupPlan, PlannedCounts
     from nearkin_shared.utils.terminal import printable
 
     counts = PlannedCounts()
-    with session.open() as store:
+
+    def read() -> EntriesDone:
+        return EntriesDone(counts.files, counts.read_bytes + counts.reused_bytes, counts.unread, None)
+
+    with output.session.open() as store:
         check_new_key(store, key, paths, "backup")
         plan = BackupPlan(paths, options, _store_folders(store), counts)
         newest, unfinished = _parent_trees(store, key)
-        with entries_bar(
-            "dry run",
-            lambda: EntriesDone(counts.files, counts.read_bytes + counts.reused_bytes, counts.unread, None),
-            shown=not session.as_json,
-        ):
+        bar = entries_bar("dry run", read, shown=output.has_bar)
+        with json_lines(read, counts.problems) if output.as_lines else bar:
             plan.run(newest, unfinished)
     code = ExitCode.INCOMPLETE if counts.unread else ExitCode.DONE
-    if session.as_json:
-        print_json({"dry_run": True, "key": key, **_planned_json(counts)})
+    if output.session.as_json:
+        output.print_result({"dry_run": True, "key": key, **_counts_json(counts), "removed": counts.removed})
         return code
     _print_problems(counts)
     for line in _plan_lines(printable(key), counts):
@@ -327,24 +374,19 @@ def _plan_lines(name: str, counts: PlannedCounts) -> Iterator[str]:
         yield f"{plural(counts.removed, 'entry', 'entries')} of the newest version would not be in the next one"
 
 
-def _report(session: Session, key: str, result: BackupResult, seconds: float, *, as_lines: bool) -> int:
+def _report(output: FileOutput, key: str, result: BackupResult, seconds: float) -> int:
     """Print the result of a backup; return the exit code."""
     from nearkin.cli.exit_codes import ExitCode
-    from nearkin.cli.json_progress import print_json_message
-    from nearkin.cli.output import print_json, report, warn
+    from nearkin.cli.output import report, warn
     from nearkin_shared.results_json import put_json
     from nearkin_shared.savings_table import human_bytes, plural
     from nearkin_shared.utils.terminal import printable
 
     counts, put = result.counts, result.put
     code = ExitCode.DONE if result.is_complete else ExitCode.INCOMPLETE
-    if session.as_json:
+    if output.session.as_json:
         stored = {"key": key, "version": None} if put is None else put_json(put)
-        fields = {**stored, "dry_run": False, **_counts_json(counts), "seconds": seconds}
-        if as_lines:
-            print_json_message("summary", fields)
-        else:
-            print_json(fields)
+        output.print_result({**stored, "dry_run": False, **_counts_json(counts), "seconds": seconds})
         return code
     _print_problems(counts)
     name = printable(key)
@@ -396,6 +438,8 @@ def _counts_json(counts: BackupCounts) -> dict[str, object]:
         "files": counts.files,
         "folders": counts.folders,
         "others": counts.others,
+        "new_files": counts.new_files,
+        "changed_files": counts.changed_files,
         "unchanged_files": counts.unchanged_files,
         "read_bytes": counts.read_bytes,
         "reused_bytes": counts.reused_bytes,
@@ -406,8 +450,3 @@ def _counts_json(counts: BackupCounts) -> dict[str, object]:
         "skips": problems_json(counts.skips),
         "unmatched_patterns": patterns_json(counts.unmatched_patterns),
     }
-
-
-def _planned_json(counts: PlannedCounts) -> dict[str, object]:
-    more = {"new_files": counts.new_files, "changed_files": counts.changed_files, "removed": counts.removed}
-    return {**_counts_json(counts), **more}

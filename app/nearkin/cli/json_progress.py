@@ -1,6 +1,7 @@
 """Print the progress of a backup as JSON lines on stdout.
 
     {"message_type": "status", ...}    each second, and once at the end
+    {"message_type": "verbose_status", ...}    with --verbose, for each file that is new or changed
     {"message_type": "error", ...}     for each entry that is not stored as it is
     {"message_type": "summary", ...}   the last line, printed by the command itself
 
@@ -65,7 +66,8 @@ def json_lines(read: Callable[[], EntriesDone], problems: Sequence[PathProblem])
 def print_json_message(kind: str, fields: Mapping[str, object]) -> None:
     """Print one JSON line, at once."""
     if sys.stdout is not None:
-        print(to_json({"message_type": kind, **fields}), flush=True)
+        sys.stdout.write(f"{to_json({'message_type': kind, **fields})}\n")  # at once: another thread prints, too
+        sys.stdout.flush()
 
 
 def status_fields(done: EntriesDone, elapsed_seconds: float) -> dict[str, object]:

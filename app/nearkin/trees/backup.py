@@ -296,7 +296,7 @@ class TreeBackup(BackupWalk):
                 self.report_change(path, f"shrank to {size:,} bytes while it was read")
                 flags |= EntryFlag.CHANGED
             entry = entry._replace(size=size, extents=None if extents is None else kept)
-        self.counts.files += 1
+        self.count_read_file(path, entry.size, is_known=found is not None)
         entry = entry._replace(flags=flags, digest=digest)
         self._tree.add(entry)
         self._links.add(before, entry.path)

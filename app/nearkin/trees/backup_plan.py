@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Event
 
 from nearkin.trees.attributes import KINDS, data_bytes
-from nearkin.trees.backup_walk import BackupCounts, BackupOptions, BackupWalk
+from nearkin.trees.backup_walk import BackupCounts, BackupOptions, BackupWalk, FileState
 from nearkin.trees.hard_links import HardLinks
 from nearkin.trees.parent_tree import OrderedEntries, placed_entries
 from nearkin.trees.walker import ListedFolder
@@ -28,10 +28,6 @@ from nearkin_shared.reading.tree_reader import TreeReader
 class PlannedCounts(BackupCounts):
     """The counts that a backup would have; `read_bytes` are those of data, without holes."""
 
-    new_files: int = 0
-    """Files that the newest tree does not have."""
-    changed_files: int = 0
-    """Files that differ from the newest tree's in size, mtime, ctime or inode."""
     removed: int = 0
     """Entries of the newest tree that the next one would not have."""
 
@@ -97,19 +93,16 @@ class BackupPlan(BackupWalk):
             self.counts.files += 1
             self.counts.unchanged_files += 1
             self.counts.reused_bytes += found.content_bytes
+            self.report_file(FileState.UNCHANGED, path, status.st_size)
         elif not os.access(name, os.R_OK, dir_fd=listed.descriptor, effective_ids=True):
             self.report_problem(path, "permission denied")
         else:
-            self.counts.files += 1
             stored_bytes = 0
             if found is not None and self._comparison.is_continued(status, found):
                 stored_bytes = found.content_bytes  # of a checkpoint that ends inside the file
             self.counts.reused_bytes += stored_bytes
             self.counts.read_bytes += data_bytes(name, listed.descriptor, status) - stored_bytes
-            if is_present:
-                self.counts.changed_files += 1
-            else:
-                self.counts.new_files += 1
+            self.count_read_file(path, status.st_size, is_known=is_present)
 
     def _is_further_link(self, status: os.stat_result) -> bool:
         if status.st_nlink == 1:

@@ -6,9 +6,10 @@ Invariant: an entry that is not stored as it is, is counted; the first PROBLEMS_
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,24 @@ class ComparisonOptions(NamedTuple):
         )
 
 
+class FileState(StrEnum):
+    """State of a file compared with the newest tree and with checkpoints."""
+
+    NEW = "new"
+    CHANGED = "changed"
+    """Size, mtime, ctime or inode differ, or all files are read."""
+    UNCHANGED = "unchanged"
+
+
+class FileReport(NamedTuple):
+    """A file of a backup."""
+
+    state: FileState
+    path: bytes
+    """In the file system."""
+    size_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class BackupOptions:
     """Options of a backup."""
@@ -61,6 +80,8 @@ class BackupOptions:
     one_file_system: bool = False
     skip_if_unchanged: bool = False
     """Store no version if the tree is equal to the newest one."""
+    on_file: Callable[[FileReport], None] | None = None
+    """Called with each new or changed file; a dry run calls it with unchanged files, too."""
 
 
 class PathProblem(NamedTuple):
@@ -79,6 +100,10 @@ class BackupCounts:
     folders: int = 0
     others: int = 0
     """Symlinks, hard links, devices and FIFOs."""
+    new_files: int = 0
+    """Files that neither the newest tree nor a checkpoint has."""
+    changed_files: int = 0
+    """Files that are read again: size, mtime, ctime or inode differ, or all files are read."""
     unchanged_files: int = 0
     read_bytes: int = 0
     """Bytes read from files."""
@@ -116,6 +141,7 @@ class BackupWalk:
         Raises BadInput (a path does not exist, a pattern does not parse).
         """
         self.counts = counts
+        self._on_file = options.on_file
         self._comparison = options.comparison
         chosen = tree_paths(paths)
         self._root = chosen.root
@@ -128,6 +154,20 @@ class BackupWalk:
             one_file_system=options.one_file_system,
             left_out=_identities(left_out),
         )
+
+    def count_read_file(self, path: bytes, size_bytes: int, *, is_known: bool) -> None:
+        """Count and report a file that is read."""
+        self.counts.files += 1
+        if is_known:
+            self.counts.changed_files += 1
+        else:
+            self.counts.new_files += 1
+        self.report_file(FileState.CHANGED if is_known else FileState.NEW, path, size_bytes)
+
+    def report_file(self, state: FileState, path: bytes, size_bytes: int) -> None:
+        """Report a file to the caller that asked for reports."""
+        if self._on_file is not None:
+            self._on_file(FileReport(state, path, size_bytes))
 
     def report_problem(self, path: bytes, reason: str) -> None:
         """Count an entry that cannot be read."""

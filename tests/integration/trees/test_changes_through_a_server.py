@@ -129,6 +129,7 @@ def test_changed_files_alone_are_opened_and_sent(
     sent.clear()
     names, result = opened_files(server, source, monkeypatch)
     assert names == [b"003", b"added"]
+    assert (result.counts.new_files, result.counts.changed_files) == (1, 1)
     assert (result.counts.read_bytes, result.counts.unchanged_files) == (3_500 + 5_000, FILES)
     assert result.counts.reused_bytes == (FILES - 2) * FILE_BYTES + LARGE_BYTES
     assert len(sent) == 1
