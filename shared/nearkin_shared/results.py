@@ -161,7 +161,8 @@ class IndexReport:
 class Stats:
     """Sums over a store; `parts` divides `ledger.stored_bytes` by use and adds up to them.
 
-    `ledger` and `seconds` cover all stored versions: deleted ones too, until they are collected.
+    `ledger` and `seconds` cover all stored versions: deleted ones too, until they are collected. Checkpoints of backups
+    are no versions.
     """
 
     ledger: Ledger
@@ -185,6 +186,10 @@ class Stats:
     """Deleted and not yet collected."""
     deleted_bytes: int = 0
     """Logical bytes of these, included in `ledger.logical_bytes`."""
+    checkpoints: int = 0
+    """Checkpoints of unfinished backups. Their stored bytes count, but they are no versions, keys or logical bytes."""
+    checkpoint_bytes: int = 0
+    """Logical bytes of these, not included in `ledger.logical_bytes`."""
     found_by: Mapping[str, int] = field(default_factory=dict)
     """Number of chunks with a base by finder: `locality`, or `SF0` for the first super-feature, and so on."""
     index: IndexReport | None = None

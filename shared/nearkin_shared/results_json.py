@@ -179,6 +179,8 @@ def stats_json(stats: Stats) -> dict[str, object]:
         "versions": stats.versions,
         "deleted_versions": stats.deleted_versions,
         "deleted_bytes": stats.deleted_bytes,
+        "checkpoints": stats.checkpoints,
+        "checkpoint_bytes": stats.checkpoint_bytes,
         "keys": stats.keys,
         "containers": stats.containers,
         "segments": stats.segments,
@@ -217,6 +219,8 @@ def stats_from(value: object) -> Stats:
         seconds=_number(fields, "seconds"),
         deleted_versions=_count(fields, "deleted_versions"),
         deleted_bytes=_count(fields, "deleted_bytes"),
+        checkpoints=_count(fields, "checkpoints") if "checkpoints" in fields else 0,  # of an earlier release
+        checkpoint_bytes=_count(fields, "checkpoint_bytes") if "checkpoint_bytes" in fields else 0,
         found_by=_counts(fields, "found_by"),
         index=None if fields.get("index") is None else _index_from(fields["index"]),
     )

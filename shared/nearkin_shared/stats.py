@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from nearkin_shared.results import IndexReport, Ledger, Stats
 from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.validation import is_reserved_key
 
 if TYPE_CHECKING:
     from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
@@ -99,12 +100,17 @@ def sum_up(
     `container_bytes` are those of all container objects, in the index or not; `base_cache` is (hits, misses).
     """
     ledger, seconds, noted_bytes, versions = Ledger(), 0.0, 0, 0
-    deleted_versions = deleted_bytes = 0
+    deleted_versions = deleted_bytes = checkpoints = checkpoint_bytes = 0
     keys: set[tuple[str, str]] = set()
     for tenant, entry in entries:
+        noted_bytes += entry.manifest_bytes + entry.marks_bytes
+        if is_reserved_key(entry.key):
+            if not entry.deleted:
+                checkpoints += 1
+                checkpoint_bytes += entry.ledger.logical_bytes
+            continue
         ledger += entry.ledger
         seconds += entry.seconds
-        noted_bytes += entry.manifest_bytes + entry.marks_bytes
         if entry.deleted:
             deleted_versions += 1
             deleted_bytes += entry.ledger.logical_bytes
@@ -135,6 +141,8 @@ def sum_up(
         seconds=seconds,
         deleted_versions=deleted_versions,
         deleted_bytes=deleted_bytes,
+        checkpoints=checkpoints,
+        checkpoint_bytes=checkpoint_bytes,
         found_by=dict(sorted(found_by.items())),
         index=report,
     )

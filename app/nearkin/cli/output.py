@@ -211,6 +211,11 @@ def print_stats(stats: Stats, index_folder: Path | None = None) -> None:
     if stats.deleted_versions:
         held += f" (and {plural(stats.deleted_versions, 'version')} deleted, {human_bytes(stats.deleted_bytes)})"
     print_ledger(stats.ledger, stats.seconds, f"{held} in {plural(stats.containers, 'container')}")
+    if stats.checkpoints:
+        print_line(
+            f"checkpoints  {stats.checkpoints:,} of unfinished backups with {human_bytes(stats.checkpoint_bytes)}, "
+            "counted as stored bytes only"
+        )
     parts = Table(box=SIMPLE, pad_edge=False)
     parts.add_column("where the stored bytes lie")
     parts.add_column("bytes", justify="right")

@@ -19,6 +19,7 @@ from nearkin_shared.formats.key_record import ERASED_FOLDER
 from nearkin_shared.results import Damage, RepairReport, VerifyReport
 from nearkin_shared.savings_table import human_bytes, plural
 from nearkin_shared.utils.terminal import printable
+from nearkin_shared.validation import is_reserved_key
 
 SEED_BITS = 32
 
@@ -123,9 +124,15 @@ def damage_lines(damage: Sequence[Damage]) -> Iterable[str]:
         if one.repairable:
             yield "  its parity holds what it was: `nearkin repair` puts it right, and reads go on until then"
         for key, version in one.versions:
-            yield f"  touches {printable(key)} version {version}"
+            yield f"  touches {_version_name(key, version)}"
         for tenant, key, version in one.of_other_tenants:
-            yield f"  touches {printable(key)} version {version} of tenant {printable(tenant)}"
+            yield f"  touches {_version_name(key, version)} of tenant {printable(tenant)}"
+
+
+def _version_name(key: str, version: int) -> str:
+    if is_reserved_key(key):
+        return f"checkpoint {version} of an unfinished backup, which the next backup of its key leaves out"
+    return f"{printable(key)} version {version}"
 
 
 def _remedies(damage: Sequence[Damage]) -> Iterable[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nearkin.trees.checkpoint_schedule
-from nearkin.store import Store, open_store
+from nearkin.store import Item, Store, open_store
 from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
 from nearkin.trees.exclusions import ExclusionOptions
 from nearkin.trees.restore_counts import Overwrite, RestoreOptions
@@ -20,7 +20,8 @@ from nearkin_shared.errors import BadInput, Corrupt, NotFound, RetentionActive
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
-from tests.support.data.stores import SMALL, settings
+from nearkin_shared.validation import checkpoint_key_of
+from tests.support.data.stores import SMALL, settings, stored_bytes
 
 IS_ROOT = os.geteuid() == 0
 
@@ -497,6 +498,25 @@ def test_keys_of_checkpoints_are_reserved_and_not_listed(tmp_path: Path) -> None
         assert [info.key for info in store.versions(all_versions=True)] == ["home"]
         with pytest.raises(BadInput, match="reserved"):
             store.put(".nearkin/checkpoints/x", b"")
-        assert store.gc().versions > 0, "finished checkpoints have no undelete window"
-        assert store.list_deleted(".nearkin/") == []
+        assert store.gc().versions == 0, "checkpoints are no versions"
+        assert store.list_deleted(".nearkin/") == [], "finished checkpoints have no undelete window"
         assert store.verify().versions == 1
+
+
+def test_checkpoints_count_as_stored_bytes_only(tmp_path: Path) -> None:
+    """Checkpoints are no versions in `stats`, `verify` and `gc`, also once they are deleted."""
+    root = tmp_path / "store"
+    with open_store(root, settings=settings({"gc": {"grace_seconds": 0}}), create=True) as store:
+        store.put("key", b"x" * 1000)
+        list(store.put_many([Item(checkpoint_key_of("home"), os.urandom(50_000), is_checkpoint=True)]))
+        found = store.stats()
+        assert (found.versions, found.keys, found.ledger.logical_bytes) == (1, 1, 1000)
+        assert (found.checkpoints, found.checkpoint_bytes) == (1, 50_000)
+        assert sum(found.parts.values()) == found.ledger.stored_bytes == stored_bytes(root)
+        assert store.verify().versions == 1
+        store.delete(checkpoint_key_of("home"))
+        found = store.stats()
+        assert (found.checkpoints, found.deleted_versions, found.deleted_bytes) == (0, 0, 0)
+        assert store.gc(dry_run=True).versions == 0
+        report = store.gc()
+        assert (report.versions, report.undeletable_versions) == (0, 0)

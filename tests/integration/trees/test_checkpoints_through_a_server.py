@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -20,7 +21,7 @@ from nearkin.trees.backup import TreeBackup
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions
 from nearkin_gateway.auth import tokens
 from nearkin_gateway.auth.tenant_quota import TenantQuota
-from nearkin_shared.errors import AccessDenied, NotFound
+from nearkin_shared.errors import AccessDenied, NotFound, QuotaExceeded
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES
 from nearkin_shared.formats.upload_parts import PARTS_MEDIA_TYPE
 from nearkin_shared.limits import MIB
@@ -412,14 +413,50 @@ def test_empty_piece_does_not_end_a_checkpoint() -> None:
     assert bytes(received) == b"firstsecond"
 
 
-def test_backup_that_fits_into_the_quota_is_stored(tmp_path: Path, source: Path) -> None:
-    """Checkpoints and the version would exceed the quota together: the backup goes on without them."""
+@contextmanager
+def limited(tmp_path: Path, logical_bytes: int) -> Iterator[RemoteStore]:
+    """Yield a store behind a gateway with a quota of logical bytes."""
     file = tmp_path / "tokens.json"
     token = tokens.create(file, "default", ["read", "write", "delete"])[0]
-    tokens.set_quota(file, "default", TenantQuota(logical_bytes=FILES * FILE_BYTES * 5 // 4))
+    tokens.set_quota(file, "default", TenantQuota(logical_bytes=logical_bytes))
     with (
         running(embedded(tmp_path / "store", {"auth": {"tokens_file": str(file)}})) as gateway,
         nearkin.connect(gateway.url, token) as server,
     ):
-        assert server.backup("home", [source]).is_complete
+        yield server
+
+
+def test_bytes_of_checkpoints_count_once_in_a_quota(tmp_path: Path, source: Path) -> None:
+    """A version does not count together with the checkpoints that have its bytes."""
+    with limited(tmp_path, FILES * FILE_BYTES * 5 // 4) as server:
+        counts = BackupCounts()
+        assert server.backup("home", [source], counts=counts).is_complete
+        assert counts.checkpoints
         check_whole(server, source, tmp_path / "target")
+
+
+def test_checkpoints_beyond_the_quota_are_left_out(tmp_path: Path, source: Path) -> None:
+    """Checkpoints have a quota's bound together; a backup that would exceed it goes on without them."""
+    limit = FILES * FILE_BYTES * 5 // 4
+    with limited(tmp_path, limit) as server:
+        server.put_checkpoint("other", Upload(os.urandom(limit * 3 // 4)), {})
+        with pytest.raises(QuotaExceeded):
+            server.put_checkpoint("other", Upload(os.urandom(limit * 3 // 4)), {})
+        counts = BackupCounts()
+        assert server.backup("home", [source], counts=counts).is_complete
+        assert not counts.checkpoints
+        check_whole(server, source, tmp_path / "target")
+
+
+def test_stats_count_checkpoints_apart(server: RemoteStore) -> None:
+    """A checkpoint is no version, no key and no logical byte, until and after it is deleted."""
+    server.put("key", b"x" * 1000)
+    server.put_checkpoint("home", Upload(os.urandom(50_000)), {})
+    found = server.stats()
+    assert (found.versions, found.keys, found.ledger.logical_bytes) == (1, 1, 1000)
+    assert (found.checkpoints, found.checkpoint_bytes) == (1, 50_000)
+    assert found.ledger.stored_bytes > 50_000
+    server.delete_checkpoints("home")
+    found = server.stats()
+    assert (found.versions, found.deleted_versions, found.deleted_bytes) == (1, 0, 0)
+    assert (found.checkpoints, found.checkpoint_bytes) == (0, 0)

@@ -20,6 +20,7 @@ from nearkin_gateway.uploads.in_flight import InFlightUploads
 from nearkin_gateway.uploads.tenant_usage import TenantUsages
 from nearkin_shared.errors import BadInput, StoreUnavailable
 from nearkin_shared.results import Ledger, Stats
+from nearkin_shared.validation import checkpoint_key_of
 
 
 def test_quota_command_sets_lists_and_removes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +111,7 @@ def test_in_flight_uploads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sums(logical_bytes: int, stored_bytes: int, deleted_bytes: int = 0) -> Stats:
     ledger = Ledger(logical_bytes=logical_bytes, stored_bytes=stored_bytes)
-    return cast(Stats, SimpleNamespace(ledger=ledger, deleted_bytes=deleted_bytes))
+    return cast(Stats, SimpleNamespace(ledger=ledger, deleted_bytes=deleted_bytes, checkpoint_bytes=0))
 
 
 def test_usage_counts_commits_during_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,9 @@ def test_usage_counts_commits_during_a_reading(monkeypatch: pytest.MonkeyPatch) 
         assert (usage.logical_bytes, usage.stored_bytes) == (87, 53)
         usages.on_committed({"tenant": "t", "ledger": ledger})
         usages.on_committed({"tenant": "t", "ledger": None})
-        assert (await usages.current("t")).logical_bytes == 94
+        usages.on_committed({"tenant": "t", "key": checkpoint_key_of("home"), "ledger": ledger})
+        usage = await usages.current("t")
+        assert (usage.logical_bytes, usage.stored_bytes, usage.checkpoint_bytes) == (94, 59, 7)
         monkeypatch.setattr("nearkin_gateway.uploads.tenant_usage.REFUSED_SECONDS", 0.0)
         monkeypatch.setattr("nearkin_gateway.uploads.tenant_usage.COST_SHARE", 0)
         assert (await usages.current("t", refuses=True)).logical_bytes == 300

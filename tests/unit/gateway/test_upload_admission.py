@@ -48,7 +48,7 @@ class Admitting:
     async def read(self, _tenant: str, _needs_whole: bool) -> tuple[Stats, bool]:
         self.readings += 1
         ledger = Ledger(logical_bytes=self.stored_bytes, stored_bytes=self.stored_bytes)
-        return cast(Stats, SimpleNamespace(ledger=ledger, deleted_bytes=0)), True
+        return cast(Stats, SimpleNamespace(ledger=ledger, deleted_bytes=0, checkpoint_bytes=0)), True
 
     @contextmanager
     def taken(self, count: int) -> Iterator[None]:

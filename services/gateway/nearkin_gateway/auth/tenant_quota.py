@@ -27,7 +27,7 @@ class TenantQuota:
     """The limits of one tenant; None: unlimited."""
 
     logical_bytes: int | None = None
-    """Bytes of all visible versions together."""
+    """Bytes of all visible versions together; while a checkpoint is stored, those of all checkpoints as well."""
     stored_bytes: int | None = None
     """Bytes below the object root that are the tenant's, deleted versions included until a GC run frees them."""
     upload_bytes_per_second: int | None = None

@@ -114,6 +114,8 @@ class TenantStats(BaseModel):
     keys: int
     deleted_versions: int = Field(description="Deleted, their bytes not yet freed.")
     deleted_bytes: int = Field(description="Logical bytes of these, part of `logical_bytes`.")
+    checkpoints: int = Field(description="Checkpoints of unfinished backups, which are no versions.")
+    checkpoint_bytes: int = Field(description="Logical bytes of these, not part of `logical_bytes`.")
     whole: bool = Field(description="False while the index is rebuilt: then the sums are partial.")
     quotas: dict[str, QuotaUse] = Field(
         description="`logical_bytes`, `stored_bytes`, `upload_bytes_per_second`: those that the tenant has."

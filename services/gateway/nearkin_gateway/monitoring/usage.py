@@ -22,6 +22,7 @@ from nearkin_gateway.catalog.version_catalog import TENANTS_OPEN_MAX, VersionCat
 from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.results import Stats
 from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.validation import is_reserved_key
 
 ENTRIES_MAX = 200_000
 """Versions examined, which takes some 3 s with a Redis index. With more, shares are reported as partial."""
@@ -62,10 +63,11 @@ class PrefixUsage:
         return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
     def count(self, entry: CatalogEntry) -> None:
-        """Count a version."""
-        self.versions += not entry.deleted
-        self.deleted_versions += entry.deleted
-        self.logical_bytes += entry.ledger.logical_bytes
+        """Count a version; of a checkpoint its stored bytes alone."""
+        if not is_reserved_key(entry.key):
+            self.versions += not entry.deleted
+            self.deleted_versions += entry.deleted
+            self.logical_bytes += entry.ledger.logical_bytes
         self.own_bytes += _own_bytes(entry)
         self.left_bytes += _left(entry)
 
@@ -229,7 +231,7 @@ def count_versions(stats: Stats, entries: Iterable[CatalogEntry]) -> _UsagePass:
                 by_prefix[prefix] = share
         share.count(entry)
         counted.total.count(entry)
-        if counted.rows is not None:
+        if counted.rows is not None and not is_reserved_key(entry.key):
             logical_bytes = entry.ledger.logical_bytes
             counted.rows.append((entry.key, entry.version, logical_bytes, _own_bytes(entry), _left(entry)))
             if len(counted.rows) > GROWTH_VERSIONS_MAX:
@@ -239,7 +241,7 @@ def count_versions(stats: Stats, entries: Iterable[CatalogEntry]) -> _UsagePass:
     for share in ordered[PREFIXES_MAX:]:
         others.add(share)
     counted.prefixes = ordered[:PREFIXES_MAX]
-    if others.versions + others.deleted_versions:
+    if others.versions + others.deleted_versions + others.own_bytes:
         counted.prefixes.append(others)
     for share in (*counted.prefixes, counted.total):
         share.stored_bytes = counted.stored_bytes(

@@ -18,6 +18,7 @@ from typing import Any
 
 from nearkin_shared.errors import NearkinError, NotFound
 from nearkin_shared.results import Stats
+from nearkin_shared.validation import is_reserved_key
 
 USAGE_SECONDS = 60.0
 """Age of sums that a reading replaces: deletions and GC runs are seen by then."""
@@ -40,6 +41,9 @@ class TenantUsage:
     fresh_logical_bytes: int = 0
     """Committed since the last reading began."""
     fresh_stored_bytes: int = 0
+    checkpoint_bytes: int = 0
+    """Of checkpoints, which are no versions: they count while checkpoints are stored, not in what they end as."""
+    fresh_checkpoint_bytes: int = 0
     read_at: float = -math.inf
     took_seconds: float = 0.0
     reading: asyncio.Task[None] | None = None
@@ -91,8 +95,10 @@ class TenantUsages:
         ledger = event.get("ledger")
         if usage is None or not isinstance(ledger, dict):
             return
-        for name in ("logical_bytes", "stored_bytes"):
-            value = ledger.get(name)
+        of_checkpoint = is_reserved_key(str(event.get("key", "")))
+        for counted in ("logical_bytes", "stored_bytes"):
+            value = ledger.get(counted)
+            name = "checkpoint_bytes" if of_checkpoint and counted == "logical_bytes" else counted
             if type(value) is int and value > 0:
                 setattr(usage, name, getattr(usage, name) + value)
                 setattr(usage, f"fresh_{name}", getattr(usage, f"fresh_{name}") + value)
@@ -100,7 +106,7 @@ class TenantUsages:
     async def _refresh(self, tenant: str, usage: TenantUsage) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        usage.fresh_logical_bytes = usage.fresh_stored_bytes = 0
+        usage.fresh_logical_bytes = usage.fresh_stored_bytes = usage.fresh_checkpoint_bytes = 0
         try:
             stats, is_whole = await self._read(tenant, usage.read_at == -math.inf)
         except NotFound:  # an embedded gateway stores for its own tenant alone
@@ -112,6 +118,8 @@ class TenantUsages:
         else:
             logical_bytes = stats.ledger.logical_bytes - stats.deleted_bytes + usage.fresh_logical_bytes
             stored_bytes = stats.ledger.stored_bytes + usage.fresh_stored_bytes
+            checkpoint_bytes = stats.checkpoint_bytes + usage.fresh_checkpoint_bytes
+            usage.checkpoint_bytes = checkpoint_bytes if is_whole else max(checkpoint_bytes, usage.checkpoint_bytes)
             usage.logical_bytes = logical_bytes if is_whole else max(logical_bytes, usage.logical_bytes)
             usage.stored_bytes = stored_bytes if is_whole else max(stored_bytes, usage.stored_bytes)
             usage.read_at = loop.time()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -157,35 +157,49 @@ class UploadAdmission:
         headers = {"Retry-After": str(self._load.retry_seconds(RETRY_SECONDS))}
         return Problem(503, PIPELINE_BEHIND, why, headers=headers)
 
-    async def check_room(self, tenant: str, size_bytes: int, without: Collection[str] = ()) -> None:
+    async def check_room(
+        self, tenant: str, size_bytes: int, without: Collection[str] = (), *, for_checkpoint: bool = False
+    ) -> None:
         """Refuse bytes that will not fit; open resumable uploads `without` are not counted.
 
-        No other task runs between the last check and the return. Raises Problem 507, StoreUnavailable.
+        For a checkpoint, those of other checkpoints are counted too: else they would have no bound. No other task runs
+        between the last check and the return. Raises Problem 507, StoreUnavailable.
         """
-        refusal = await self.find_refusal(tenant, size_bytes, without)
+        refusal = await self.find_refusal(tenant, size_bytes, without, for_checkpoint=for_checkpoint)
         if refusal is not None:
             raise self._count_refusal(tenant, refusal)
 
-    async def find_refusal(self, tenant: str, size_bytes: int, without: Collection[str] = ()) -> Problem | None:
+    async def find_refusal(
+        self, tenant: str, size_bytes: int, without: Collection[str] = (), *, for_checkpoint: bool = False
+    ) -> Problem | None:
         """Return why bytes will not fit, None if they do. Raises StoreUnavailable."""
         quota = self._quota_of(tenant)
         self._metrics.remove(tenant, () if quota is None else quota.to_json())
         if quota is None or not quota.limits_bytes:
             self._usages.forget(tenant)
             return None
-        problem = self._problem(tenant, quota, await self._usages.current(tenant), size_bytes, without)
-        if problem is not None:
-            usage = await self._usages.current(tenant, refuses=True)
-            problem = self._problem(tenant, quota, usage, size_bytes, without)
+        problem = None
+        for refuses in (False, True):  # a refusal wants recent sums
+            usage = await self._usages.current(tenant, refuses=refuses)
+            values = self._values(tenant, usage, without)
+            if for_checkpoint:
+                values["logical_bytes"] += usage.checkpoint_bytes
+            problem = self._problem(tenant, quota, usage, size_bytes, values)
+            if problem is None:
+                break
         return problem
 
-    async def admit(self, tenant: str, size_bytes: int | None, staged: str | None = None) -> bytes:
+    async def admit(
+        self, tenant: str, size_bytes: int | None, staged: str | None = None, *, for_checkpoint: bool = False
+    ) -> bytes:
         """Reserve room for the announced bytes of an upload (None: not known); return its id.
 
         `staged`: the resumable upload that is handed over; `end_hand_over` follows. The room is released by `cancel`,
         or by the outcome. Raises Problem 507, StoreUnavailable.
         """
-        await self.check_room(tenant, size_bytes or 0, () if staged is None else (staged,))
+        await self.check_room(
+            tenant, size_bytes or 0, () if staged is None else (staged,), for_checkpoint=for_checkpoint
+        )
         # No other task runs between the check and this, so its result still holds.
         self._load.refresh()
         blob, partition = self._lanes.new_blob(tenant, size_bytes)
@@ -195,9 +209,9 @@ class UploadAdmission:
         self._grow(tenant, blob, size_bytes or 0)
         return blob
 
-    async def grow(self, tenant: str, blob: bytes, size_bytes: int) -> None:
+    async def grow(self, tenant: str, blob: bytes, size_bytes: int, *, for_checkpoint: bool = False) -> None:
         """Reserve room for bytes that were not announced. Raises Problem 507, StoreUnavailable."""
-        await self.check_room(tenant, size_bytes)
+        await self.check_room(tenant, size_bytes, for_checkpoint=for_checkpoint)
         self._grow(tenant, blob, size_bytes)  # no other task runs before it, as in `admit`
 
     def end_hand_over(self, number: str) -> None:
@@ -265,13 +279,12 @@ class UploadAdmission:
         }
 
     def _problem(
-        self, tenant: str, quota: TenantQuota, usage: TenantUsage, size_bytes: int, without: Collection[str]
+        self, tenant: str, quota: TenantQuota, usage: TenantUsage, size_bytes: int, values: Mapping[str, int]
     ) -> Problem | None:
         """Return why an upload does not fit.
 
         Stored bytes are estimated by the tenant's mean so far.
         """
-        values = self._values(tenant, usage, without)
         added = {"logical_bytes": size_bytes, "stored_bytes": math.ceil(size_bytes * usage.stored_share)}
         for name, value in values.items():
             limit = getattr(quota, name)

@@ -34,6 +34,7 @@ from nearkin_shared.preconditions import PRECONDITION, Precondition
 from nearkin_shared.reading.copy_sources import SourceVersion
 from nearkin_shared.storage.committed_origins import BlobOrigin
 from nearkin_shared.utils.failpoints import failpoint
+from nearkin_shared.validation import is_reserved_key
 
 _log = logging.getLogger("nearkin.gateway")
 
@@ -151,7 +152,9 @@ async def take(gateway: Gateway, pieces: AsyncIterator[UploadPiece], new: NewBlo
 
     `pieces` yields frames of at most FRAME_BYTES_MAX, and ranges of `new.parts`. Raises Problem, NearkinError.
     """
-    blob = await gateway.admission.admit(new.tenant, new.size_bytes, new.staged)
+    blob = await gateway.admission.admit(
+        new.tenant, new.size_bytes, new.staged, for_checkpoint=is_reserved_key(new.key)
+    )
     now_us = time.time_ns() // 1000
     origin = new.origin or BlobOrigin(blob)
     intent = UploadRequest(
@@ -223,8 +226,9 @@ async def _reserve(
 
     Raises Problem 507, StoreUnavailable.
     """
+    for_checkpoint = is_reserved_key(intent.key)
     async for piece in pieces:
-        await gateway.admission.grow(intent.tenant, intent.blob, _size_of(piece))
+        await gateway.admission.grow(intent.tenant, intent.blob, _size_of(piece), for_checkpoint=for_checkpoint)
         yield piece
 
 

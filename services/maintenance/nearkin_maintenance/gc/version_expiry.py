@@ -24,6 +24,7 @@ from nearkin_shared.storage.manifests import ManifestStore, mark_name
 from nearkin_shared.storage.retention_records import record_sequence
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.validation import is_reserved_key
 
 COLLECTED_AT_ONCE = 8
 """Versions per exclusive section. Each takes about 5 ms: a durable tombstone is written, a manifest and two tombstones
@@ -70,7 +71,8 @@ class VersionExpiry:
                 index.collect_many([_collected_version(*item) for item in finalized])
                 failpoint("gc.uncatalogued")
                 for version, _ in finalized:
-                    versions += bool(version.committed)
+                    assert version.ended is not None
+                    versions += bool(version.committed) and not is_reserved_key(version.ended.key)
                     self._remove(version, roots)
         return ExpiredVersions(tuple(kept), versions)
 

@@ -45,6 +45,7 @@ from nearkin_shared.storage.scrub_progress import ScrubStates
 from nearkin_shared.types import U64, ZERO, ContainerId, Locations, distinct, group_by_container
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool
+from nearkin_shared.validation import is_reserved_key
 
 VerifyProgress = Callable[[int, int], None]
 MISSING_MAX = 1 << 16
@@ -246,11 +247,15 @@ class Verifier:
         return self._report(started, len(reached), len(names), [sizes[container] for container in reached])
 
     def _report(self, started: float, containers: int, versions: int, sizes: Collection[int]) -> VerifyReport:
-        """Return what was found: `containers` read in full, of those with these sizes."""
+        """Return what was found: `containers` read in full, of those with these sizes.
+
+        `versions`: manifests, of which those of checkpoints are not counted.
+        """
+        checkpoints = sum(is_reserved_key(key) for _, key, _ in self._versions_read.values())
         return VerifyReport(
             containers=containers,
             chunks=self._integrity.chunks,
-            versions=versions,
+            versions=versions - checkpoints,
             bytes_read=self._integrity.bytes_read,
             damage=tuple(map(self._assess, self._findings.damage(self._tenant))),
             seconds=time.perf_counter() - started,
