@@ -17,7 +17,15 @@ from collections import OrderedDict
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.kafka.clients import ADMIN_SECONDS_MAX, as_bytes, consumer, group, topic, unavailable
+from nearkin_shared.kafka.clients import (
+    ADMIN_SECONDS_MAX,
+    SELDOM_FILLED,
+    as_bytes,
+    consumer,
+    group,
+    topic,
+    unavailable,
+)
 from nearkin_shared.limits import MIB
 
 _log = logging.getLogger("nearkin.ingest")
@@ -39,7 +47,9 @@ class BlobsInFlight:
         """Connect; `open` begins to read."""
         self._topic = topic(settings, "committed")
         self._settings = settings
-        self._events: Consumer | None = consumer(settings, group(settings, "config-readers"), client_id)
+        self._events: Consumer | None = consumer(
+            settings, group(settings, "config-readers"), client_id, **SELDOM_FILLED
+        )
         self._blobs: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
         """When each was sent, and its bytes; the oldest first."""
         self._bytes = 0

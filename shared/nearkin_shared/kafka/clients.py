@@ -42,6 +42,9 @@ ADMIN_SECONDS_MAX = 30.0
 TOPIC_BYTES_MAX = 1_048_588
 """Kafka's default limit of a record batch, spelled out in our topics whatever the broker's own default is."""
 
+SELDOM_FILLED = {"fetch.wait.max.ms": 500}
+"""For a topic that is mostly empty and never paused. The broker answers at once when a record arrives, and an empty
+answer costs it 1 ms of CPU. A reader that waits for the end of a topic waits this long for it."""
 REPLICAS_FOR_TWO = 3
 """From so many replicas on two have to acknowledge: one may then be away."""
 _NOT_ALLOWED = frozenset({KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED})

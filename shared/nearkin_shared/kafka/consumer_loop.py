@@ -23,7 +23,16 @@ from tenacity import Retrying, before_sleep_log, retry_if_exception_type, stop_a
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import RetryableError, StoreUnavailable
 from nearkin_shared.kafka.batch_spans import trace_records
-from nearkin_shared.kafka.clients import as_bytes, consumer, group, is_final, on_parts, topic, unavailable
+from nearkin_shared.kafka.clients import (
+    SELDOM_FILLED,
+    as_bytes,
+    consumer,
+    group,
+    is_final,
+    on_parts,
+    topic,
+    unavailable,
+)
 from nearkin_shared.kafka.fetched_records import FetchedRecords
 from nearkin_shared.kafka.rebalance import RebalanceTrigger
 from nearkin_shared.kafka.truncation import LeaderEpochs, Reading, read_again
@@ -52,9 +61,6 @@ PREFETCH = {
 }
 """Bounds of the client's queue, which is one for all partitions: by default 32 MiB of a flood would be before all else.
 The answers to fetches have equal shares of all partitions. With the default backoff each full queue cost a second."""
-SELDOM_FILLED = {"fetch.wait.max.ms": 1000}
-"""For a topic that is mostly empty. The broker answers at once when a record arrives, and an empty answer costs it 1 ms
-of CPU."""
 GATHER_SECONDS = 1.0
 """How long a batch may grow while messages stream: one at a time costs a stage three times what one of sixteen does.
 No caller waits for it: a caller that waits has sent an end, which ends the batch."""

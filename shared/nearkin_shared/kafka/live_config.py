@@ -37,7 +37,7 @@ from watchfiles import watch
 from nearkin_shared.config.loader import load, with_changes
 from nearkin_shared.config.settings import FIXED_FIELDS, HOT_FIELDS, Settings
 from nearkin_shared.errors import BadInput, NearkinError, NotAuthentic
-from nearkin_shared.kafka.clients import as_bytes, consumer, group, is_final, topic
+from nearkin_shared.kafka.clients import SELDOM_FILLED, as_bytes, consumer, group, is_final, topic
 from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
 from nearkin_shared.observability import metrics
 
@@ -338,7 +338,11 @@ class LiveConfig:
     def _watch_topic(self) -> None:
         full = topic(self._started, "config")
         client = consumer(
-            self._started, group(self._started, "config-readers"), "nearkin-config", **{"enable.partition.eof": True}
+            self._started,
+            group(self._started, "config-readers"),
+            "nearkin-config",
+            **{"enable.partition.eof": True},
+            **SELDOM_FILLED,
         )
         reported = None
         try:

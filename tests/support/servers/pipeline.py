@@ -24,7 +24,7 @@ from nearkin_shared.config.loader import load, with_changes
 from nearkin_shared.config.pipeline_stages import FUSED as FUSED_STAGES
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.formats.message import End, Envelope, Frame, encode
-from nearkin_shared.kafka.clients import Outbox, consumer, create_topics, topic
+from nearkin_shared.kafka.clients import SELDOM_FILLED, Outbox, consumer, create_topics, topic
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator, authenticator_of
 from nearkin_shared.limits import FRAME_BYTES_MAX
 from nearkin_shared.objectstore.factory import open_objects, open_store_of
@@ -192,7 +192,7 @@ class Uploader:
         self.outbox = Outbox(settings, f"uploader-{os.getpid()}", store_authenticator(settings))
         self._packs = open_objects(settings)
         self._events: dict[str, list[dict[str, Any]]] = {}
-        self._consumer = consumer(settings, f"uploader-{secrets.token_hex(4)}", "uploader")
+        self._consumer = consumer(settings, f"uploader-{secrets.token_hex(4)}", "uploader", **SELDOM_FILLED)
         full = topic(settings, "committed")
         self._consumer.assign([TopicPartition(full, part, 0) for part in range(settings.kafka.partitions)])
 

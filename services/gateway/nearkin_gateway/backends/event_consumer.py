@@ -25,7 +25,7 @@ from nearkin_gateway import gateway_limits as limits
 from nearkin_gateway.uploads.upload_status import UploadStatuses
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NotAuthentic, StoreUnavailable
-from nearkin_shared.kafka.clients import as_bytes, consumer, group, topic, unavailable
+from nearkin_shared.kafka.clients import SELDOM_FILLED, as_bytes, consumer, group, topic, unavailable
 from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
 
 BATCH_MESSAGES = 500
@@ -89,6 +89,7 @@ class EventConsumer:
                     group(self._settings, "gateway-readers"),
                     self._client_id,
                     **{"enable.partition.eof": True},
+                    **SELDOM_FILLED,
                 )
                 try:
                     self._read(client, loop, since_ms)
