@@ -34,6 +34,7 @@ from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.formats.message import (
     Batch,
     BatchEnd,
+    Encoded,
     End,
     Envelope,
     Frame,
@@ -42,6 +43,7 @@ from nearkin_shared.formats.message import (
     StagedFrame,
     decode,
     encode,
+    encode_parts,
     split_messages,
 )
 from nearkin_shared.formats.message_layout import Pack
@@ -342,7 +344,7 @@ class ChunkerHandler:
             failure = "frames and sparse segments in one upload; upload it again"
             self._fail(part, blob, failure, trace_of(record))
             return
-        values = [record.value]
+        values: list[Encoded] = [record.value]
         if isinstance(message, StagedFrame):
             pack = self._payload(part, record, blob, message)
             if pack is None:
@@ -360,7 +362,7 @@ class ChunkerHandler:
         blob.frames.append((record.offset, blob.position))
         part.forget_sent(blob)
 
-    def _send_sparse(self, blob: _Open, value: bytes, record: Record) -> None:
+    def _send_sparse(self, blob: _Open, value: Encoded, record: Record) -> None:
         """Send one message on, unless it was sent before. Raises Corrupt, FormatTooNew."""
         message = decode(value, record.label)
         one = message.envelope
@@ -440,7 +442,7 @@ class ChunkerHandler:
             for some in split_segments(segments, self._settings.features.super_features):
                 envelope = replace(batch.envelope, position=position, sequence=sequence)
                 headers = headers_of("chunker", "segments", envelope, None)
-                self._outbox.send("segments", envelope.blob, encode(Segments(envelope, some)), headers)
+                self._outbox.send("segments", envelope.blob, encode_parts(Segments(envelope, some)), headers)
                 position, sequence = position + some.logical_bytes, sequence + some.segments
             failpoint("cut.batch-sent")
             self._send_batch_end(last)
@@ -474,7 +476,7 @@ class ChunkerHandler:
             stop = position + batch.logical_bytes
             packs = blob.packs.refer(position, stop)
             message = Segments(envelope, batch)
-            value = encode_referenced(message, packs) if packs else encode(message)
+            value = encode_referenced(message, packs) if packs else encode_parts(message)
             self._outbox.send("segments", envelope.blob, value, headers)
             failpoint("cut.sent")
             position, sequence = stop, sequence + batch.segments

@@ -11,7 +11,7 @@ import numpy as np
 from nearkin_dedup import DedupStage
 from nearkin_dedup.sparse_segments import ClaimedLookups, check_complete, check_names
 from nearkin_shared.config.settings import Settings
-from nearkin_shared.formats.message import Envelope, Fresh, MessageKind, UndecodedMessage, encode
+from nearkin_shared.formats.message import Encoded, Envelope, Fresh, MessageKind, UndecodedMessage, encode_parts
 from nearkin_shared.formats.message_batches import JoinedSegments, read_segments, read_sparse
 from nearkin_shared.formats.message_layout import describe_messages
 from nearkin_shared.formats.payload_references import distinct_packs, encode_referenced
@@ -66,6 +66,6 @@ def _stage(joined: JoinedSegments) -> DedupStage:
     return DedupStage(np.repeat(np.arange(len(counts), dtype=np.uint32), counts))
 
 
-def _fresh(envelope: Envelope, joined: JoinedSegments, found: FreshBatch, run: slice) -> bytes:
+def _fresh(envelope: Envelope, joined: JoinedSegments, found: FreshBatch, run: slice) -> Encoded:
     fresh, messages = Fresh(envelope, fresh_of_run(joined, found, run)), joined.messages[run]
-    return encode_referenced(fresh, distinct_packs(messages)) if messages[0].is_referenced else encode(fresh)
+    return encode_referenced(fresh, distinct_packs(messages)) if messages[0].is_referenced else encode_parts(fresh)

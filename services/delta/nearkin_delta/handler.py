@@ -282,7 +282,7 @@ class DeltaHandler:
             assert message is not None
             packs, missing = packs_of(message), None
             try:
-                found.append(replace(record, value=self._reader.with_bytes(message).data, is_internal=True))
+                found.append(replace(record, value=self._reader.with_bytes(message).parts, is_internal=True))
             except NotFound as err:
                 missing = str(err)
                 _log.info("%s: %s: its segments are stored, or its blob fails", record.label, err)

@@ -43,12 +43,18 @@ from nearkin_shared.formats.message_layout import (
     VERSION,
     Column,
     Counts,
+    Encoded,
     Envelope,
     MessageKind,
+    MessageParts,
     Pack,
     UndecodedMessage,
     batch_problem,
+    is_batch,
+    is_end,
+    is_staged,
     join_flags,
+    joined,
     problem_of,
     read_header,
     split_messages,
@@ -70,12 +76,14 @@ __all__ = [
     "SEGMENT_BYTES_MAX",
     "Batch",
     "BatchEnd",
+    "Encoded",
     "End",
     "Envelope",
     "Frame",
     "Fresh",
     "Message",
     "MessageKind",
+    "MessageParts",
     "Paired",
     "Placed",
     "Segments",
@@ -85,9 +93,11 @@ __all__ = [
     "decode",
     "encode",
     "encode_paired",
+    "encode_parts",
     "is_batch",
     "is_end",
     "is_staged",
+    "joined",
     "read",
     "read_header",
     "split_messages",
@@ -102,9 +112,6 @@ _VERSIONS = {
     MessageKind.SPARSE: SPARSE_VERSION,
     MessageKind.STAGED_SPARSE: SPARSE_VERSION,
 }
-_ENDS = bytes([MessageKind.END]), bytes([MessageKind.BATCH_END])
-_STAGED = (bytes([MessageKind.STAGED]), bytes([MessageKind.STAGED_SPARSE]))
-_BATCH = bytes([MessageKind.BATCH])
 
 
 @frozen
@@ -243,6 +250,11 @@ assert len(LEDGER_FIELDS) == 12
 
 def encode(message: Message) -> bytes:
     """Encode a message. Raises BadInput if `decode` would refuse it."""
+    return encode_parts(message).join()
+
+
+def encode_parts(message: Message) -> MessageParts:
+    """Encode a message without copying its payload. Raises BadInput as `encode` does."""
     sketch, counts = "", Counts()
     columns: dict[str, Column] = {}
     payload: bytes | memoryview
@@ -290,11 +302,11 @@ def encode(message: Message) -> bytes:
     version = CONDITIONAL_VERSION if conditional else _VERSIONS.get(kind, VERSION)
     header = header_of(kind, envelope, counts, len(payload), len(tenant), len(sketch_name), len(key), version)
     written = [np.ascontiguousarray(columns[name], dtype) for name, dtype, _ in COLUMNS[kind]]
-    return join_parts([header, tenant, key, sketch_name, *written, payload])
+    return parts_of([header, tenant, key, sketch_name, *written], payload)
 
 
-def encode_paired(message: UndecodedMessage, paired: PairedBatch) -> bytes:
-    """Encode the Paired that follows from a message of kind FRESH, copying its payload.
+def encode_paired(message: UndecodedMessage, paired: PairedBatch) -> MessageParts:
+    """Encode the Paired that follows from a message of kind FRESH, with its payload.
 
     Equal to `encode`, without building the columns again. Raises BadInput.
     """
@@ -308,7 +320,7 @@ def encode_paired(message: UndecodedMessage, paired: PairedBatch) -> bytes:
     problem = problem_of(len(tenant), len(key), len(sketch), counts, message.payload_bytes, MessageKind.PAIRED)
     if problem is not None:
         raise BadInput(f"message: {problem}")
-    return join_parts(
+    return parts_of(
         [
             header_of(
                 *(MessageKind.PAIRED, envelope, counts, message.payload_bytes, len(tenant), len(sketch), len(key)),
@@ -324,8 +336,8 @@ def encode_paired(message: UndecodedMessage, paired: PairedBatch) -> bytes:
             message.columns("segment_ordinals", "zero"),
             np.ascontiguousarray(paired.base_found, "u1"),
             np.ascontiguousarray(paired.base_rank, "u1"),
-            message.payload,
-        ]
+        ],
+        message.payload,
     )
 
 
@@ -359,32 +371,17 @@ def header_of(
     )
 
 
-def join_parts(parts: Sequence[Buffer]) -> bytes:
-    """Return the parts of a message joined. Raises BadInput if they are too large."""
-    data = b"".join(parts)
-    if len(data) > MESSAGE_BYTES_MAX:
-        raise BadInput(f"message of {len(data)} bytes: want at most {MESSAGE_BYTES_MAX}; raise chunker.min_bytes")
-    return data
+def parts_of(head: Sequence[Buffer], payload: Buffer) -> MessageParts:
+    """Return an encoded message. Raises BadInput if it is too large."""
+    parts = MessageParts(b"".join(head), np.frombuffer(payload, np.uint8))
+    if len(parts) > MESSAGE_BYTES_MAX:
+        raise BadInput(f"message of {len(parts)} bytes: want at most {MESSAGE_BYTES_MAX}; raise chunker.min_bytes")
+    return parts
 
 
-def is_end(data: bytes) -> bool:
-    """Return whether the data begin as an end does: a hint, because nothing else is checked."""
-    return data[:4] == MAGIC and data[5:6] in _ENDS
-
-
-def is_staged(data: bytes) -> bool:
-    """Return whether the data begin as a reference to a pack does: a hint, as `is_end`."""
-    return data[:4] == MAGIC and data[5:6] in _STAGED
-
-
-def is_batch(data: bytes) -> bool:
-    """Return whether the data begin as a batch of blobs does: a hint, as `is_end`."""
-    return data[:4] == MAGIC and data[5:6] == _BATCH
-
-
-def decode(data: bytes, what: str) -> Message:
-    """Decode a message; its payload is a view of `data`. Raises Corrupt, FormatTooNew."""
-    return read(read_header(data, what))
+def decode(value: Encoded, what: str) -> Message:
+    """Decode a message; its payload is a view of `value`. Raises Corrupt, FormatTooNew."""
+    return read(read_header(value, what))
 
 
 def read(message: UndecodedMessage) -> Message:

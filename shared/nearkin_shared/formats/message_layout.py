@@ -64,6 +64,35 @@ LEDGER = Struct("<12Q")
 Column = NDArray[Any]
 
 
+@frozen
+class MessageParts:
+    """An encoded message whose payload is in a buffer of its own, which stages of one process share."""
+
+    head: bytes
+    """All before the payload."""
+    payload: U8
+
+    def __len__(self) -> int:
+        return len(self.head) + len(self.payload)
+
+    def join(self) -> bytes:
+        """Return the message as it is sent."""
+        return b"".join((self.head, self.payload.data))
+
+
+Encoded = bytes | MessageParts
+
+
+def head_of(value: Encoded) -> bytes:
+    """Return the bytes in front of the payload, and the payload unless it is apart."""
+    return value if isinstance(value, bytes) else value.head
+
+
+def joined(value: Encoded) -> bytes:
+    """Return a message as it is sent."""
+    return value if isinstance(value, bytes) else value.join()
+
+
 class MessageKind(IntEnum):
     """The kind of a message."""
 
@@ -81,6 +110,9 @@ class MessageKind(IntEnum):
 
 
 ENDS = frozenset((MessageKind.END, MessageKind.BATCH_END))
+_END_KINDS = bytes([MessageKind.END]), bytes([MessageKind.BATCH_END])
+_STAGED_KINDS = (bytes([MessageKind.STAGED]), bytes([MessageKind.STAGED_SPARSE]))
+_BATCH_KIND = bytes([MessageKind.BATCH])
 _REFERENCED = frozenset((MessageKind.SEGMENTS, MessageKind.FRESH, MessageKind.PAIRED))
 _OF_ONE_BLOB = frozenset((MessageKind.FRAME, MessageKind.STAGED, MessageKind.SPARSE, MessageKind.STAGED_SPARSE))
 
@@ -196,9 +228,12 @@ class UndecodedMessage:
     envelope: Envelope
     counts: Counts
     sketch: str
-    data: bytes
+    head: bytes
+    """All before the payload, and the payload unless it is in a buffer of its own."""
     starts: Sequence[int]
     """Start of each column, and of the payload after the last one."""
+    payload: U8
+    """A view of the message."""
     what: str
     is_referenced: bool = False
     """The payload is a table of packs that have the bytes: `nearkin_shared.formats.payload_references`."""
@@ -207,22 +242,22 @@ class UndecodedMessage:
         """Return a column, a view of the message."""
         at = _AT[self.kind][name]
         dtype, start = _DTYPES[self.kind][at], self.starts[at]
-        return np.frombuffer(self.data, dtype, (self.starts[at + 1] - start) // dtype.itemsize, start)
+        return np.frombuffer(self.head, dtype, (self.starts[at + 1] - start) // dtype.itemsize, start)
 
     def columns(self, first: str, last: str) -> memoryview:
         """Return the bytes of neighbouring columns."""
         at = _AT[self.kind]
-        return memoryview(self.data)[self.starts[at[first]] : self.starts[at[last] + 1]]
+        return memoryview(self.head)[self.starts[at[first]] : self.starts[at[last] + 1]]
 
     @property
-    def payload(self) -> U8:
-        """The payload, a view of the message."""
-        return np.frombuffer(self.data, np.uint8, -1, self.starts[-1])
+    def parts(self) -> MessageParts:
+        """The message as it is passed on in memory."""
+        return MessageParts(self.head[: self.starts[-1]], self.payload)
 
     @property
     def payload_bytes(self) -> int:
         """The payload's size."""
-        return len(self.data) - self.starts[-1]
+        return len(self.payload)
 
 
 def join_column(messages: Sequence[UndecodedMessage], name: str) -> Column:
@@ -231,7 +266,7 @@ def join_column(messages: Sequence[UndecodedMessage], name: str) -> Column:
         return messages[0].column(name)
     kind = messages[0].kind
     at = _AT[kind][name]
-    parts = [memoryview(message.data)[message.starts[at] : message.starts[at + 1]] for message in messages]
+    parts = [memoryview(message.head)[message.starts[at] : message.starts[at + 1]] for message in messages]
     return np.frombuffer(b"".join(parts), _DTYPES[kind][at])
 
 
@@ -249,10 +284,11 @@ def describe_messages(messages: Sequence[UndecodedMessage]) -> str:
     return f"{messages[0].what}{more}"
 
 
-def read_header(data: bytes, what: str) -> UndecodedMessage:
+def read_header(value: Encoded, what: str) -> UndecodedMessage:
     """Parse a message's header. Raises Corrupt, or FormatTooNew, with the name `what`."""
-    if len(data) > MESSAGE_BYTES_MAX:
-        raise Corrupt(f"{what}: {len(data)} bytes are too many for a message, want at most {MESSAGE_BYTES_MAX}")
+    data = head_of(value)
+    if len(value) > MESSAGE_BYTES_MAX:
+        raise Corrupt(f"{what}: {len(value)} bytes are too many for a message, want at most {MESSAGE_BYTES_MAX}")
     if len(data) < HEADER.size or data[:4] != MAGIC:
         raise Corrupt(f"{what}: not a Nearkin message ({len(data)} bytes, starts with {data[:4]!r})")
     if data[4] not in VERSIONS_READ:
@@ -283,10 +319,29 @@ def read_header(data: bytes, what: str) -> UndecodedMessage:
         raise Corrupt(f"{what}: names are not UTF-8") from err
     items = _items(counts)
     starts = list(accumulate([items[which] * width for which, width in _WIDTHS[kind]], initial=at))
-    if starts[-1] + payload_bytes != len(data):
-        raise Corrupt(f"{what}: {len(data) - starts[-1]} bytes of payload, {payload_bytes} announced: truncated?")
+    if starts[-1] + payload_bytes != len(value):
+        raise Corrupt(f"{what}: {len(value) - starts[-1]} bytes of payload, {payload_bytes} announced: truncated?")
+    payload = np.frombuffer(value, np.uint8, -1, starts[-1]) if isinstance(value, bytes) else value.payload
     envelope = Envelope(blob, tenant, key, position, sequence, blobs)
-    return UndecodedMessage(kind, envelope, counts, sketch, data, starts, what, is_referenced)
+    return UndecodedMessage(kind, envelope, counts, sketch, data, starts, payload, what, is_referenced)
+
+
+def is_end(value: Encoded) -> bool:
+    """Return whether the data begin as an end does: a hint, because nothing else is checked."""
+    data = head_of(value)
+    return data[:4] == MAGIC and data[5:6] in _END_KINDS
+
+
+def is_staged(value: Encoded) -> bool:
+    """Return whether the data begin as a reference to a pack does: a hint, as `is_end`."""
+    data = head_of(value)
+    return data[:4] == MAGIC and data[5:6] in _STAGED_KINDS
+
+
+def is_batch(value: Encoded) -> bool:
+    """Return whether the data begin as a batch of blobs does: a hint, as `is_end`."""
+    data = head_of(value)
+    return data[:4] == MAGIC and data[5:6] == _BATCH_KIND
 
 
 def batch_problem(kind: MessageKind, blobs: int, *, is_batch: bool) -> str | None:

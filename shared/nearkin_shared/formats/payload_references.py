@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from struct import Struct
 
 import numpy as np
-from typing_extensions import Buffer
 
 from nearkin_shared.errors import BadInput, Corrupt
 from nearkin_shared.formats.manifest import CREATED_US_MAX
@@ -29,7 +28,7 @@ from nearkin_shared.formats.message import (
     counts_of,
     fresh_columns,
     header_of,
-    join_parts,
+    parts_of,
     segment_columns,
 )
 from nearkin_shared.formats.message_batches import read_fresh, read_paired
@@ -37,22 +36,25 @@ from nearkin_shared.formats.message_layout import (
     COLUMNS,
     REFERENCED_VERSION,
     VERSION,
+    Encoded,
     MessageKind,
+    MessageParts,
     Pack,
     UndecodedMessage,
+    head_of,
     problem_of,
     read_header,
 )
-from nearkin_shared.types import U32, U64, offsets_of
+from nearkin_shared.types import U8, U32, U64, offsets_of
 
 _PACK = Struct("<QQQ32s")
 _PAYLOAD_BYTES_AT = 40
 """Offset of the payload's size in a header: docs/internals/formats/message.md."""
 
 
-def is_referenced(data: bytes) -> bool:
+def is_referenced(value: Encoded) -> bool:
     """Return whether the data begin as a message with references does: a hint, as `is_end`."""
-    return data[4:5] == bytes([REFERENCED_VERSION])
+    return head_of(value)[4:5] == bytes([REFERENCED_VERSION])
 
 
 def encode_referenced(message: Segments | Fresh, packs: Sequence[Pack]) -> bytes:
@@ -69,7 +71,7 @@ def encode_referenced(message: Segments | Fresh, packs: Sequence[Pack]) -> bytes
         raise BadInput(f"message: {problem}")
     header = header_of(kind, envelope, counts, len(payload), len(tenant), 0, len(key), REFERENCED_VERSION)
     written = [np.ascontiguousarray(columns[name], dtype) for name, dtype, _ in COLUMNS[kind]]
-    return join_parts([header, tenant, key, *written, payload])
+    return parts_of([header, tenant, key, *written], payload).join()
 
 
 def _payload(packs: Sequence[Pack]) -> bytes:
@@ -125,9 +127,9 @@ def wanted_bytes(message: UndecodedMessage) -> tuple[U64, U32]:
     return starts[fresh.fresh], lengths[fresh.fresh]
 
 
-def with_bytes(message: UndecodedMessage, payload: Buffer) -> UndecodedMessage:
+def with_bytes(message: UndecodedMessage, payload: U8) -> UndecodedMessage:
     """Return the message with its chunks' bytes in place of references. Raises Corrupt."""
-    data = bytearray(message.data[: message.starts[-1]])
-    data[4] = VERSION
-    struct.pack_into("<I", data, _PAYLOAD_BYTES_AT, memoryview(payload).nbytes)
-    return read_header(b"".join((data, payload)), message.what)
+    head = bytearray(message.head[: message.starts[-1]])
+    head[4] = VERSION
+    struct.pack_into("<I", head, _PAYLOAD_BYTES_AT, len(payload))
+    return read_header(MessageParts(bytes(head), payload), message.what)

@@ -20,6 +20,7 @@ from confluent_kafka.cimpl import NewTopic
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.crypto.tls_files import check_certificates
 from nearkin_shared.errors import ConfigError, NearkinError, PermanentError, StoreUnavailable
+from nearkin_shared.formats.message_layout import Encoded, joined
 from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
 from nearkin_shared.kafka.offset_tracker import PartitionOffsets
 
@@ -376,13 +377,13 @@ class Outbox:
         """Number of messages acknowledged before the first one that is not."""
         return self._unanswered.committable or 0
 
-    def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
+    def send(self, name: str, key: bytes, value: Encoded, headers: Headers) -> None:
         """Sign and queue a message for one of TOPICS; waits while the queue is full.
 
         Raises StoreUnavailable, PermanentError.
         """
-        full = topic(self._settings, name)
-        self.send_to(full, key, value, signed_headers(self.authenticator, full, key, value, headers))
+        full, data = topic(self._settings, name), joined(value)
+        self.send_to(full, key, data, signed_headers(self.authenticator, full, key, data, headers))
 
     def send_to(
         self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]

@@ -22,6 +22,7 @@ from tenacity import Retrying, before_sleep_log, retry_if_exception_type, stop_a
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import RetryableError, StoreUnavailable
+from nearkin_shared.formats.message_layout import Encoded
 from nearkin_shared.kafka.batch_spans import trace_records
 from nearkin_shared.kafka.clients import (
     SELDOM_FILLED,
@@ -76,7 +77,8 @@ class Record:
     partition: int
     offset: int
     key: bytes | None
-    value: bytes
+    value: Encoded
+    """From Kafka always bytes."""
     headers: dict[str, bytes]
     all_headers: tuple[tuple[str, bytes | None], ...]
     is_internal: bool = False

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt
+from nearkin_shared.formats.message_layout import Encoded, joined
 from nearkin_shared.kafka.clients import TOPIC_BYTES_MAX, topic
 from nearkin_shared.observability import metrics
 
@@ -74,7 +75,7 @@ class RejectedRecord(Protocol):
         """Kept as it is."""
 
     @property
-    def value(self) -> bytes | None:
+    def value(self) -> Encoded | None:
         """Kept as it is."""
 
     @property
@@ -121,7 +122,8 @@ def send_dead_letter(
         headers.append((IN_MEMORY_HEADER, b"1"))
     if omitted:
         headers.append((OMITTED_HEADERS_HEADER, str(omitted).encode()))
-    key, value = record.key, record.value
+    key = record.key
+    value = None if record.value is None else joined(record.value)
     if key is not None and len(key) > KEY_BYTES_KEPT:
         headers.append((OMITTED_KEY_HEADER, str(len(key)).encode()))
         key = None

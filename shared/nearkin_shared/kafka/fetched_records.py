@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from nearkin_shared.formats.message import is_batch, is_end, is_staged
+from nearkin_shared.formats.message import Encoded, is_batch, is_end, is_staged
 from nearkin_shared.limits import MIB
 
 PARTITION_RECORDS_MAX = 256
@@ -34,7 +34,7 @@ class FetchedRecord(Protocol):
         """Return its partition."""
 
     @property
-    def value(self) -> bytes:
+    def value(self) -> Encoded:
         """Return its value."""
 
 

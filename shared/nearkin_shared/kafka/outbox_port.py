@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from nearkin_shared.formats.message_layout import Encoded
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 
 
@@ -28,7 +29,7 @@ class StageOutbox(Protocol):
     def acknowledged_messages(self) -> int:
         """Number of messages acknowledged before the first one that is not."""
 
-    def send(self, name: str, key: bytes, value: bytes, headers: Mapping[str, bytes]) -> None:
+    def send(self, name: str, key: bytes, value: Encoded, headers: Mapping[str, bytes]) -> None:
         """Queue a message for one of TOPICS. Raises StoreUnavailable, PermanentError."""
 
     def send_to(

@@ -51,7 +51,7 @@ class PayloadReader:
         found_bytes, wanted = sum(map(len, parts)), int(lengths.sum())
         if found_bytes != wanted:
             raise Corrupt(f"{message.what}: its packs have {found_bytes} of the {wanted} bytes of its chunks")
-        return with_bytes(message, b"".join(part.data for part in parts))
+        return with_bytes(message, parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.uint8), *parts]))
 
     def _read(self, pack: Pack, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> U8:
         """Return the bytes of a pack from each start to its end, positions in the blob, joined."""

@@ -26,6 +26,7 @@ from nearkin_shared.formats.message import (
     UndecodedMessage,
     decode,
     encode,
+    joined,
     read,
     read_header,
 )
@@ -134,7 +135,7 @@ class RecordGuard:
         """
         authenticator = self._outbox.authenticator
         if record.is_internal and authenticator is not None:
-            mac = authenticator.mac_of(record.topic, record.key, record.value)
+            mac = authenticator.mac_of(record.topic, record.key, joined(record.value))
             others = [(name, text) for name, text in record.all_headers if name != MAC_HEADER]
             record = replace(record, all_headers=((MAC_HEADER, mac), *others))
         send_dead_letter(self._settings, self._outbox, record, self._stage, err, is_in_memory=record.is_internal)
@@ -144,7 +145,7 @@ class RecordGuard:
         authenticator = self._outbox.authenticator
         if authenticator is not None and not record.is_internal:
             mac = record.headers.get(MAC_HEADER)
-            authenticator.check(self._stage, record.topic, record.key, record.value, mac)
+            authenticator.check(self._stage, record.topic, record.key, joined(record.value), mac)
 
     def _decode(self, record: Record) -> Message | None:
         try:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import RetryableError
-from nearkin_shared.formats.message import ENDS, Envelope, UndecodedMessage
+from nearkin_shared.formats.message import ENDS, Encoded, Envelope, UndecodedMessage
 from nearkin_shared.kafka.ack_tracker import AckTracker
 from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record, patiently
 from nearkin_shared.kafka.outbox_port import StageOutbox
@@ -33,7 +33,7 @@ class OutgoingMessage:
 
     kind: str
     envelope: Envelope
-    encoded: Callable[[], bytes]
+    encoded: Callable[[], Encoded]
 
 
 Work = Callable[[str, Sequence[UndecodedMessage]], Sequence[OutgoingMessage | None]]

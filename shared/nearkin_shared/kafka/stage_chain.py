@@ -20,7 +20,7 @@ from typing import Protocol, runtime_checkable
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import StoreUnavailable
-from nearkin_shared.formats.message import is_staged
+from nearkin_shared.formats.message import Encoded, is_staged
 from nearkin_shared.kafka.clients import Headers, Outbox, topic
 from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted, hand_over
 from nearkin_shared.kafka.earlier_messages import EarlierMessages
@@ -84,7 +84,7 @@ class InProcessOutbox:
         """Number of messages with durable effects, before the first one without."""
         return self._acknowledged
 
-    def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
+    def send(self, name: str, key: bytes, value: Encoded, headers: Headers) -> None:
         """Queue a message; to a topic other than the next stage's as `Outbox.send`.
 
         Raises StoreUnavailable, PermanentError.

@@ -17,7 +17,7 @@ from nearkin_delta.handler import DeltaHandler
 from nearkin_resemblance.handler import resemblance_handler
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import StoreUnavailable
-from nearkin_shared.formats.message import End, Placed, decode
+from nearkin_shared.formats.message import Encoded, End, Placed, decode, joined
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.clients import Outbox
 from nearkin_shared.kafka.consumer_loop import Handler
@@ -49,8 +49,8 @@ class KafkaFake(Outbox):
 
     def poll_acks(self) -> None: ...
 
-    def send(self, name: str, key: bytes, value: bytes, headers: Mapping[str, bytes]) -> None:
-        self.sent.append((name, value))
+    def send(self, name: str, key: bytes, value: Encoded, headers: Mapping[str, bytes]) -> None:
+        self.sent.append((name, joined(value)))
         self.sent_messages += 1
 
     def send_to(self, full: str, key: Any, value: Any, headers: Any) -> None:

@@ -21,7 +21,19 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import ConfigError, TenantErased
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.blob_table import BatchedBlob
-from nearkin_shared.formats.message import Batch, BatchEnd, End, Envelope, Frame, Segments, Sparse, decode, encode
+from nearkin_shared.formats.message import (
+    Batch,
+    BatchEnd,
+    Encoded,
+    End,
+    Envelope,
+    Frame,
+    Segments,
+    Sparse,
+    decode,
+    encode,
+    joined,
+)
 from nearkin_shared.kafka.clients import Headers, Outbox
 from nearkin_shared.kafka.consumer_loop import Record
 from nearkin_shared.kafka.lag import Backlog
@@ -44,9 +56,9 @@ class Kept(Outbox):
         self._unanswered = PartitionOffsets()
         self.dead: list[Sequence[tuple[str, bytes | None]]] = []
 
-    def send(self, name: str, key: bytes, value: bytes, headers: Headers) -> None:
+    def send(self, name: str, key: bytes, value: Encoded, headers: Headers) -> None:
         assert headers["ce_specversion"] == b"1.0"
-        self.sent.append((name, value))
+        self.sent.append((name, joined(value)))
 
     def send_to(
         self, full: str, key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]

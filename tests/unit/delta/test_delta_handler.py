@@ -25,7 +25,7 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import NotFound, RetryableError, StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.blob_table import BatchedBlob
-from nearkin_shared.formats.message import BatchEnd, End, Envelope, Paired, Placed, Segments, decode, encode
+from nearkin_shared.formats.message import BatchEnd, Encoded, End, Envelope, Paired, Placed, Segments, decode, encode
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.index.pending import PendingIndex
 from nearkin_shared.kafka.consumer_loop import Record
@@ -51,7 +51,7 @@ class Memory(KafkaFake):
     def values(self) -> list[bytes]:
         return [value for _, value in self.sent]
 
-    def send(self, name: str, key: bytes, value: bytes, headers: Mapping[str, bytes]) -> None:
+    def send(self, name: str, key: bytes, value: Encoded, headers: Mapping[str, bytes]) -> None:
         super().send(name, key, value, headers)
         self.steps.append(name)
 

@@ -296,6 +296,6 @@ def test_pairs_of_an_encoded_fresh_message_are_equal_bytes() -> None:
         fresh = mark_known(batch)
         pairs = pair(fresh)
         made = encode_paired(fmt.read_header(encode(Fresh(BLOB, fresh)), "fresh"), pairs)
-        assert made == encode(Paired(BLOB, pairs))
+        assert made.join() == encode(Paired(BLOB, pairs))
     with pytest.raises(BadInput, match="fresh chunks"):
         encode_paired(fmt.read_header(BY_KIND[1][0], "fresh"), pairs)

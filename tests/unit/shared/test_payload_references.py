@@ -154,7 +154,7 @@ def referenced(split: Split, kind: MessageKind = MessageKind.FRESH) -> Undecoded
 
 
 def with_references(message: UndecodedMessage, entries: bytes) -> UndecodedMessage:
-    data = bytearray(message.data[: message.starts[-1]])
+    data = bytearray(message.head[: message.starts[-1]])
     struct.pack_into("<I", data, 40, len(entries))
     return read_header(bytes(data) + entries, "damaged")
 
@@ -462,7 +462,7 @@ def test_reader_gives_the_bytes_of_the_blob(
     assert not found.is_referenced
     assert found.kind is kind
     assert bytes(found.payload) == CONTENT[: found.payload_bytes]  # the text has no repeated chunk
-    assert decode(found.data, "inline")
+    assert decode(found.parts, "inline")
 
 
 def test_reader_without_a_pack_raises_not_found(split: Split, fleet: Fleet) -> None:
@@ -507,7 +507,7 @@ def test_packs_without_all_bytes_are_refused(split: Split, fleet: Fleet) -> None
 def test_message_with_references_is_refused_elsewhere(split: Split) -> None:
     """Only segments have them, and only the stages behind the chunker read them."""
     with pytest.raises(Corrupt, match="bytes are in packs"):
-        decode(referenced(split).data, "sent")
+        decode(referenced(split).parts, "sent")
     frame = bytearray(encode(Frame(Envelope(BLOB, "t", "key"), np.zeros(10, np.uint8))))
     frame[4] = 6
     with pytest.raises(Corrupt, match="which only segments have"):
@@ -518,7 +518,7 @@ def test_message_with_references_is_refused_elsewhere(split: Split) -> None:
     ("wrong", "reason"), [([], "no pack"), ([Pack(BLOB, 0, 1, 1, b"d" * 32)] * 20_000, "payload bytes")]
 )
 def test_too_few_or_too_many_packs_are_refused(split: Split, wrong: list[Pack], reason: str) -> None:
-    found = decode(PayloadReader(split.fleet.objects).with_bytes(referenced(split)).data, "inline")
+    found = decode(PayloadReader(split.fleet.objects).with_bytes(referenced(split)).parts, "inline")
     assert isinstance(found, Fresh)
     with pytest.raises(BadInput, match=reason):
         encode_referenced(found, wrong)

@@ -30,6 +30,7 @@ from nearkin_shared.errors import ConfigError, Corrupt, RetryableError, StoreUna
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats import message as fmt
 from nearkin_shared.formats.message import (
+    Encoded,
     End,
     Envelope,
     Fresh,
@@ -39,6 +40,7 @@ from nearkin_shared.formats.message import (
     UndecodedMessage,
     decode,
     encode,
+    joined,
 )
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka import consumer_loop
@@ -71,9 +73,9 @@ class Scripted(Outbox):
         self._unanswered = PartitionOffsets()
         self.failing = False
 
-    def send(self, name: str, key: bytes, value: bytes, headers: Mapping[str, bytes]) -> None:
+    def send(self, name: str, key: bytes, value: Encoded, headers: Mapping[str, bytes]) -> None:
         assert headers["ce_specversion"] == b"1.0"
-        self.values.append(value)
+        self.values.append(joined(value))
         self._unanswered.start(self.sent_messages)
         self.sent_messages += 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,13 @@ from nearkin.lab.generated_data import random_bytes, text_like
 from nearkin.workers.pipeline import STAGES
 from nearkin_shared.config.pipeline_stages import FUSED, stage_group, stage_groups
 from nearkin_shared.errors import ConfigError, StoreUnavailable
-from nearkin_shared.formats.message import End, Envelope, Frame, Placed, encode
+from nearkin_shared.formats.message import End, Envelope, Frame, MessageParts, Placed, encode, joined
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted
 from nearkin_shared.kafka.dead_letters import IN_MEMORY_HEADER
 from nearkin_shared.kafka.earlier_messages import EarlierMessages
 from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
-from nearkin_shared.kafka.stage_chain import chain
+from nearkin_shared.kafka.stage_chain import ChainLink, chain
 from nearkin_shared.kafka.stage_parts import parts_of
 from nearkin_shared.storage.staged_packs import UploadAttempt, put_pack, refer
 from nearkin_shared.types import U64, Bools, Locations
@@ -103,6 +104,41 @@ def test_chains_of_any_length_give_the_same_result(fleet: Fleet, cut: int) -> No
     assert sum(int(run.lengths.sum()) for run in fleet.placed() if isinstance(run, Placed)) == len(CONTENT)
     first.close()
     second.close()
+
+
+class Kept:
+    """Last stage that keeps its records."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def on_assigned(self, partition: int, metadata: str) -> None: ...
+
+    def handle(self, records: list[Record]) -> None:
+        self.records += records
+
+    def idle(self) -> float:
+        return 1.0
+
+    def drain(self, partition: int) -> None: ...
+
+    def on_dropped(self, partition: int) -> None: ...
+
+    def committable(self) -> list[tuple[int, int, str]]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def test_payload_is_shared_between_stages(fleet: Fleet) -> None:
+    """Pass the bytes of segments on as views of the pack: no stage of one process copies them to send them."""
+    last = Kept()
+    worker = fleet.chained([fleet.links()[0], ChainLink("delta", "segments", lambda _: last)])
+    worker.handle(staged(fleet, pack_bytes=len(CONTENT))[:1])
+    payloads = [one.value.payload for one in last.records if isinstance(one.value, MessageParts)]
+    assert len(payloads) == len(last.records) > 1
+    for before, after in pairwise(payloads):
+        assert after.ctypes.data == before.ctypes.data + len(before)
 
 
 class Recorded(EarlierMessages):
@@ -249,7 +285,7 @@ def staged(fleet: Fleet, blob: bytes = BLOB, pack_bytes: int = 1_500_000) -> lis
         reference = refer(attempt, start, pack)
         put_pack(fleet.objects, reference, pack)
         values.append(encode(reference))
-    values.append(frames(blob)[-1].value)
+    values.append(joined(frames(blob)[-1].value))
     return [Record("frames", 0, at, blob, value, {}, ()) for at, value in enumerate(values)]
 
 
