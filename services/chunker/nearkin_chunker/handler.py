@@ -72,6 +72,8 @@ LONG_STATES_MAX = 52
 """The same with `chunker.rules`."""
 JOIN_BYTES_MAX = 8 * 1024 * 1024
 """Frames of one blob cut together: fewer calls, and the uncut tail is cut again less often."""
+BRIDGE_BYTES = 512 * 1024
+"""Bytes of a slice that are joined to the uncut bytes before it: several segments as they are by default."""
 OPEN_BLOBS_MAX = 4096
 
 
@@ -464,10 +466,32 @@ class ChunkerHandler:
 
     def _cut(self, blob: _Open, traceparent: bytes | None, *, final: bool) -> None:
         """Send all segments that no later byte can change."""
+        self._bridge(blob, traceparent)
         parts = [blob.carry, *blob.waiting] if len(blob.carry) else blob.waiting
         payload = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.uint8), *parts])
-        runs = (BlobRun(0, 0, len(payload), final),)
-        frames = FrameRuns(payload, runs, blob.cut_state)
+        consumed = self._send_segments(blob, payload, traceparent, final=final)
+        blob.carry = payload[consumed:].copy()  # a view would keep the whole frame in memory
+        blob.waiting, blob.waiting_bytes = [], 0
+
+    def _bridge(self, blob: _Open, traceparent: bytes | None) -> None:
+        """Send the segments up to one that ends inside a large slice.
+
+        Its first bytes are copied for that, and the others are cut where they are: joined to the uncut bytes before
+        the slice, all of it would be copied.
+        """
+        carry_bytes = len(blob.carry)
+        if not carry_bytes or len(blob.waiting) != 1 or len(blob.waiting[0]) < 2 * BRIDGE_BYTES:
+            return
+        (following,) = blob.waiting
+        joined = np.concatenate([blob.carry, following[:BRIDGE_BYTES]])
+        consumed = self._send_segments(blob, joined, traceparent, final=False)
+        taken = max(0, consumed - carry_bytes)
+        blob.carry = blob.carry[consumed:]
+        blob.waiting, blob.waiting_bytes = [following[taken:]], len(following) - taken
+
+    def _send_segments(self, blob: _Open, payload: U8, traceparent: bytes | None, *, final: bool) -> int:
+        """Send the complete segments of the bytes from the blob's position on; return their bytes."""
+        frames = FrameRuns(payload, (BlobRun(0, 0, len(payload), final),), blob.cut_state)
         chunked = self._stages[blob.envelope.tenant].decide(frames, LookupResults())
         position, sequence = blob.position, blob.sequence
         for batch in split_segments(chunked.segments, self._settings.features.super_features):
@@ -481,9 +505,8 @@ class ChunkerHandler:
             failpoint("cut.sent")
             position, sequence = stop, sequence + batch.segments
         consumed = position - blob.position
-        blob.carry = payload[consumed:].copy()  # a view would keep the whole frame in memory
-        blob.waiting, blob.waiting_bytes = [], 0
         blob.position, blob.sequence, blob.cut_state = position, sequence, chunked.state
+        return consumed
 
     def _fail(
         self,

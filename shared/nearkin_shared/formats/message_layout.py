@@ -66,7 +66,7 @@ Column = NDArray[Any]
 
 @frozen
 class MessageParts:
-    """An encoded message whose payload is in a buffer of its own, which stages of one process share."""
+    """An encoded message with its payload in a buffer that stages of one process share."""
 
     head: bytes
     """All before the payload."""

@@ -15,7 +15,8 @@ from nearkin.lab.generated_data import random_bytes, text_like
 from nearkin.workers.pipeline import STAGES
 from nearkin_shared.config.pipeline_stages import FUSED, stage_group, stage_groups
 from nearkin_shared.errors import ConfigError, StoreUnavailable
-from nearkin_shared.formats.message import End, Envelope, Frame, MessageParts, Placed, encode, joined
+from nearkin_shared.formats.message import End, Envelope, Frame, MessageParts, Placed, Segments, decode, encode, joined
+from nearkin_shared.formats.message_layout import Pack
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted
 from nearkin_shared.kafka.dead_letters import IN_MEMORY_HEADER
@@ -23,8 +24,9 @@ from nearkin_shared.kafka.earlier_messages import EarlierMessages
 from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
 from nearkin_shared.kafka.stage_chain import ChainLink, chain
 from nearkin_shared.kafka.stage_parts import parts_of
-from nearkin_shared.storage.staged_packs import UploadAttempt, put_pack, refer
-from nearkin_shared.types import U64, Bools, Locations
+from nearkin_shared.objectstore.base import ObjectStore
+from nearkin_shared.storage.staged_packs import UploadAttempt, put_pack, read_pack, refer
+from nearkin_shared.types import U8, U64, Bools, Locations
 from tests.support.fakes.stage_fleet import SETTINGS, Fleet, KafkaFake, indexed_tenants
 
 CONTENT = text_like(3_000_000, 4) + random_bytes(700_000, 5)
@@ -130,15 +132,52 @@ class Kept:
     def close(self) -> None: ...
 
 
+def chunked(fleet: Fleet, records: list[Record]) -> list[Record]:
+    """Return what a chunker sends to a delta stage of the same process."""
+    last = Kept()
+    fleet.chained([fleet.links()[0], ChainLink("delta", "segments", lambda _: last)]).handle(records)
+    return last.records
+
+
 def test_payload_is_shared_between_stages(fleet: Fleet) -> None:
     """Pass the bytes of segments on as views of the pack: no stage of one process copies them to send them."""
-    last = Kept()
-    worker = fleet.chained([fleet.links()[0], ChainLink("delta", "segments", lambda _: last)])
-    worker.handle(staged(fleet, pack_bytes=len(CONTENT))[:1])
-    payloads = [one.value.payload for one in last.records if isinstance(one.value, MessageParts)]
-    assert len(payloads) == len(last.records) > 1
+    sent = chunked(fleet, staged(fleet, pack_bytes=len(CONTENT))[:1])
+    payloads = [one.value.payload for one in sent if isinstance(one.value, MessageParts)]
+    assert len(payloads) == len(sent) > 1
     for before, after in pairwise(payloads):
         assert after.ctypes.data == before.ctypes.data + len(before)
+
+
+@pytest.mark.parametrize("bridge_bytes", [1000, 60_000])
+def test_bridge_between_packs_changes_no_segment(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, bridge_bytes: int
+) -> None:
+    """Cut the same segments whether all, few or some bytes of a pack are joined to the uncut ones before it."""
+    sent = []
+    for size in (1 << 30, bridge_bytes):
+        monkeypatch.setattr("nearkin_chunker.handler.BRIDGE_BYTES", size)
+        messages = [decode(one.value, one.label) for one in chunked(fleet, staged(fleet))]
+        assert isinstance(messages[-1], End)
+        segments = [one.batch for one in messages if isinstance(one, Segments)]
+        sent.append([np.concatenate([one.segment_ids for one in segments]), segments[-1].names])
+    assert all(np.array_equal(*pair) for pair in zip(*sent, strict=True))
+
+
+def test_pack_behind_uncut_bytes_is_not_copied(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Join a part of it to the bytes before it, and pass the rest on where it is."""
+    read: list[U8] = []
+
+    def read_and_keep(objects: ObjectStore, pack: Pack) -> U8:
+        read.append(read_pack(objects, pack))
+        return read[-1]
+
+    monkeypatch.setattr("nearkin_chunker.handler.read_pack", read_and_keep)
+    sent = chunked(fleet, staged(fleet)[:2])
+    payloads = [one.value.payload for one in sent if isinstance(one.value, MessageParts)]
+    in_pack_bytes = [sum(len(one) for one in payloads if np.shares_memory(one, pack)) for pack in read]
+    copied_bytes = sum(map(len, payloads)) - sum(in_pack_bytes)
+    assert in_pack_bytes[1] > 500_000
+    assert 0 < copied_bytes < 1_000_000
 
 
 class Recorded(EarlierMessages):
