@@ -7,6 +7,7 @@ Invariant: values never change after they are made, and sums hold exactly.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import field, fields
@@ -16,6 +17,12 @@ from nearkin_shared.utils.frozen import frozen
 
 CONTENT_TYPE_TREE = "application/vnd.nearkin.tree"
 """Media type of a tree, in the metadata of its version."""
+TAGS = "tags"
+"""Name of the tags in a version's metadata, separated by commas."""
+HOST = "host"
+"""Name of the host of a backup in the metadata of its version."""
+PATHS = "paths"
+"""Name of the paths of a backup in the metadata of its version: a JSON array of texts."""
 
 
 @frozen
@@ -116,6 +123,29 @@ class VersionInfo:
     def is_tree(self) -> bool:
         """Whether the version is a tree of folders, as `backup` stores it; False: a blob of `put`."""
         return self.metadata.get("content-type") == CONTENT_TYPE_TREE
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags of the version."""
+        return tuple(filter(None, (tag.strip() for tag in self.metadata.get(TAGS, "").split(","))))
+
+    @property
+    def host(self) -> str:
+        """The machine of a backup, or what a caller set; empty if it is not known."""
+        return self.metadata.get(HOST, "")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The absolute paths that a backup stored.
+
+        `...` stands for more; empty if they are not known.
+        """
+        try:
+            found = json.loads(self.metadata.get(PATHS, "[]"))
+        except (ValueError, RecursionError):
+            return ()
+        is_list = isinstance(found, list) and all(isinstance(path, str) for path in found)
+        return tuple(found) if is_list else ()
 
 
 @frozen

@@ -29,7 +29,7 @@ from nearkin_shared.storage.deletions import Deletions
 from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.storage.version_listing import infos_of
 from nearkin_shared.utils.frozen import frozen
-from nearkin_shared.validation import RESERVED_PREFIX, TAGS
+from nearkin_shared.validation import RESERVED_PREFIX
 
 WHO, REASON = "retention", "retention.policies"
 _log = logging.getLogger("nearkin")
@@ -146,7 +146,7 @@ def decide(
     for position, info in enumerate(newest_first):
         oldest = position == len(newest_first) - 1
         reasons = [rule.name for rule in rules if rule.keeps(info, oldest=oldest)]
-        reasons += [f"tag {tags}" for tags in policy.keep_tags if _has_tags(info, tags)]
+        reasons += [f"tag {tags}" for tags in policy.keep_tags if has_tags(info, tags)]
         if min_age and now < info.created.timestamp() + min_age:
             reasons.append("min-age")
         elif info.retain_until is not None and now < info.retain_until.timestamp():
@@ -160,10 +160,9 @@ def decide(
     return found
 
 
-def _has_tags(info: VersionInfo, tags: str) -> bool:
+def has_tags(info: VersionInfo, tags: str) -> bool:
     """Return whether a version has all of some tags, which commas separate."""
-    found = {tag.strip() for tag in info.metadata.get(TAGS, "").split(",")}
-    return all(tag.strip() in found for tag in tags.split(","))
+    return {tag.strip() for tag in tags.split(",")} <= {*info.tags}
 
 
 def _rules_of(policy: RetentionPolicy, current: VersionInfo | None) -> list[_Rule]:

@@ -96,8 +96,6 @@ def check_prefix(prefix: str) -> None:
 
 CONTENT_TYPE = "content-type"
 """Name of the media type in a version's metadata."""
-TAGS = "tags"
-"""Name of the tags in a version's metadata, separated by commas."""
 CONTENT_TYPE_CHARACTERS_MAX = 255
 OCTET_STREAM = "application/octet-stream"
 _NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"

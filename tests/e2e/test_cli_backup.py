@@ -73,6 +73,59 @@ def test_backup_reports_what_was_stored(home: Path, store: Path, call: InProcess
     assert (metadata["tags"], metadata["note"]) == ("laptop,nightly", "a b")
 
 
+def test_ls_versions_shows_tags_host_and_paths(home: Path, store: Path, call: InProcess) -> None:
+    """A tag selects versions; without --versions the newest of them of each key."""
+    host = socket.gethostname()
+    call("--store", store, "backup", "home", home, "--tag", "nightly,laptop")
+    call("--store", store, "backup", "home", home / "sub", home / "a.txt", "--meta", "host=other")
+    call("--store", store, "put", "blob", "-", stdin=b"blob")
+    lines = call("--store", store, "ls", "--versions").stdout.decode().splitlines()
+    assert lines[0].endswith("  v1     blob")
+    assert lines[1].endswith(f"  v1     home  # tags laptop, nightly; host {host}; paths {home}")
+    assert lines[2].endswith(f"  v2     home  # host other; paths {home}/sub {home}/a.txt")
+    assert call("--store", store, "ls", "home").stdout.decode().endswith("  v2     home\n")
+    for words, expected in (
+        (("--tag", "nightly"), [1]),
+        (("--tag", "nightly,laptop", "--versions"), [1]),
+        (("--tag", "none", "--tag", "laptop"), [1]),
+        (("--tag", "nightly,none"), []),
+        (("--versions",), [1, 2]),
+    ):
+        found = call.answer("--store", store, "ls", "home", *words)
+        assert [one["version"] for one in found] == expected, words
+    first = call.answer("--store", store, "ls", "home", "--versions")[0]
+    shown = call.answer("--store", store, "info", "home", "--version", "1")
+    assert (first["tags"], first["host"], first["paths"]) == (["laptop", "nightly"], host, [str(home)])
+    assert shown == first
+    text = call("--store", store, "info", "home", "--version", "1").stdout.decode()
+    assert f"tags        laptop, nightly\nhost        {host}\npaths       {home}\n" in text
+    blob = call.answer("--store", store, "info", "blob")
+    assert (blob["tags"], blob["host"], blob["paths"]) == ([], None, [])
+    for words, message in (
+        (("--tag", ""), "--tag '': want a tag"),
+        (("--tag", "a", "--deleted"), "leave out --tag or --deleted"),
+        (("--tag", "a", "-l"), "not with --literal, --versions, --deleted or --tag"),
+    ):
+        assert_refused(call("--store", store, "ls", "home", *words), 2, message)
+
+
+def test_paths_of_a_version_are_bounded(tmp_path: Path, store: Path, call: InProcess) -> None:
+    """Beyond 1,000 characters `...` stands for the rest; bytes that are not UTF-8 are escaped."""
+    odd = tmp_path / os.fsdecode(b"caf\xe9")
+    odd.touch()
+    paths = [odd]
+    for number in range(40):
+        paths.append(tmp_path / f"{number:050}")
+        paths[-1].touch()
+    call("--store", store, "backup", "many", *paths)
+    found = call.answer("--store", store, "info", "many")
+    assert len(found["metadata"]["paths"]) <= 1010
+    assert (found["paths"][0], found["paths"][-1]) == (rf"{tmp_path}/caf\xe9", "...")
+    large = "x" * 65_400
+    call("--store", store, "backup", "large", odd, "--meta", f"note={large}")
+    assert call.answer("--store", store, "info", "large")["metadata"]["note"] == large
+
+
 def test_backup_json_has_counts_and_the_version(home: Path, store: Path, call: InProcess) -> None:
     time.sleep(1.1)  # a file is read again within a second of its ctime
     first = call.answer("--store", store, "backup", "home", home)

@@ -122,6 +122,7 @@ def test_tree_commands_through_a_server(gateway: ScriptedGateway, tmp_path: Path
     before, after = (f"trees/home@{one['version']}" for one in (first, second))
     assert [one["path"] for one in answer(gateway, "ls", "-R", f"{after}:/")] == ["/etc", "/etc/fstab", "/etc/new"]
     assert [one["version"] for one in answer(gateway, "find", "new")] == [second["version"]]
+    assert [one["paths"] for one in answer(gateway, "ls", "trees/", "--versions")] == [[str(home)]] * 2
     assert answer(gateway, "diff", before, after)["counts"]["added"] == 1
     assert run_on_server(gateway, "dump", f"{before}:/etc/fstab").stdout == FIRST
     assert answer(gateway, "export", after, "-o", tmp_path / "t.tar")["entries"] == 4

@@ -54,6 +54,11 @@ COMMANDS = (
 )
 
 
+@pytest.mark.parametrize(("name", "here"), [("snapshots", "ls --versions"), ("check", "verify"), ("prune", "gc")])
+def test_commands_of_restic_and_borg_are_named(call: InProcess, name: str, here: str) -> None:
+    assert_refused(call(name), 2, f"No such command '{name}': it is `nearkin {here}` here")
+
+
 def test_help_imports_neither_numpy_nor_pydantic_nor_rich() -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "nearkin.cli", "--help"],

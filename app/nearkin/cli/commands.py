@@ -62,8 +62,33 @@ _ELSEWHERE = {
 """Modules of commands that are imported once one of these is called: a put starts 5 ms sooner."""
 
 
+_FOREIGN = {
+    "check": "verify",
+    "compact": "gc",
+    "create": "backup",
+    "delete": "rm",
+    "extract": "restore",
+    "list": "ls",
+    "prune": "gc",
+    "snapshots": "ls --versions",
+    "versions": "ls --versions",
+}
+"""Commands of restic and borg that have another name here."""
+
+
 class _Commands(AsWrittenGroup):
     """The commands of this module, and those elsewhere."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return a command and its arguments.
+
+        Raises click.UsageError, for a command of restic or borg with its name here.
+        """
+        if args and args[0] in _FOREIGN:
+            raise click.UsageError(f"No such command {args[0]!r}: it is `nearkin {_FOREIGN[args[0]]}` here", ctx)
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, context: click.Context) -> list[str]:
         """Return all names, in order."""
@@ -256,18 +281,19 @@ def retain(key: str, version: int | None, until: str | None, duration: str | Non
 def info(key: str, version: int | None) -> None:
     """Show one version: size, digests, time, metadata.
 
+    A version of a backup has tags, the host and the paths that were stored.
+
     nearkin info db/dump --version 2
     """
     from nearkin.cli.arguments import check_key
-    from nearkin.cli.output import info_lines, print_json, print_line
-    from nearkin_shared.results_json import info_json
+    from nearkin.cli.output import info_lines, print_json, print_line, version_json
 
     session = current_session()
     check_key(key)
     with session.open() as store:
         found = store.info(key, version)
     if session.as_json:
-        print_json(info_json(found))
+        print_json(version_json(found))
         return
     for line in info_lines(found):
         print_line(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -12,12 +12,12 @@ from nearkin.cli.session import AsWritten, Session, current_session, shared_opti
 from nearkin_shared.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
+    from nearkin.cli.key_patterns import KeyPattern
     from nearkin.cli.tree_location import TreeLocation
-    from nearkin.client.sync import RemoteStore
-    from nearkin.store import Store
+    from nearkin.store_copy import AnyStore
     from nearkin_shared.formats.tree_entry_group import TreeEntry
     from nearkin_shared.reading.tree_reader import TreeReader
-    from nearkin_shared.results import Damage, VersionInfo
+    from nearkin_shared.results import Damage
 
 KEYS_TRIED_MAX = 8
 """Parts of a prefix without a match that are looked up as keys."""
@@ -30,19 +30,25 @@ KEYS_TRIED_MAX = 8
 @click.option(
     "--deleted", is_flag=True, help="The versions that are deleted and can be brought back, or not yet freed."
 )
+@click.option("--tag", "tags", metavar="TAG[,TAG]", multiple=True, help="Only versions with this tag (all of them).")
 @click.option("-l", "--long", "is_long", is_flag=True, help="Of a tree: mode, owner, group, size, mtime (UTC), name.")
 @click.option("-R", "--recursive", is_flag=True, help="Of a tree: all entries below the folder.")
 @shared_options
-def ls(pattern: str, literal: bool, versions: bool, deleted: bool, is_long: bool, recursive: bool) -> None:
+def ls(
+    pattern: str, literal: bool, versions: bool, deleted: bool, tags: tuple[str, ...], is_long: bool, recursive: bool
+) -> None:
     """List keys by PREFIX or GLOB, or a folder of a tree.
 
     GLOB has at least one of: * (any characters, / too), ? (one character), [abc] (one of these). It matches whole keys.
 
-    A line is: created (UTC), size, version, key. Versions that cannot be read are reported on stderr: exit code 1.
+    A line is: created (UTC), size, version, key; with --versions then its tags, host and paths, if known. --tag selects
+    versions, and without --versions the newest of these of each key; of several --tag one is enough. Versions that
+    cannot be read are reported on stderr: exit code 1.
     With --deleted: deleted (UTC), until when it can be brought back, version, by whom, key, reason.
 
     nearkin ls
     nearkin ls db/ --versions
+    nearkin ls home --versions --tag nightly   # what `restic snapshots --tag nightly` lists
     nearkin ls 'db/*.sql'                # in quotes, or the shell expands it
     nearkin ls --literal 'notes[1]'      # a prefix that has such a character
     nearkin ls --deleted
@@ -63,9 +69,14 @@ def ls(pattern: str, literal: bool, versions: bool, deleted: bool, is_long: bool
     is_tree_only = is_long or recursive
     if versions and deleted:
         raise BadInput("ls: --versions lists what is there, --deleted what is not: give one of them")
-    if is_tree_only and (literal or versions or deleted):
-        raise BadInput("ls: -l and -R list a tree: not with --literal, --versions or --deleted")
-    has_location = is_tree_only or ((":" in pattern or "@" in pattern) and not (literal or versions or deleted))
+    if deleted and tags:
+        raise BadInput("ls: --tag: deleted versions are listed without tags; leave out --tag or --deleted")
+    if not all(tag.strip() for text in tags for tag in text.split(",")):
+        raise BadInput(f"--tag {','.join(tags)!r}: want a tag, or several separated by commas")
+    lists_keys = literal or versions or deleted or bool(tags)
+    if is_tree_only and lists_keys:
+        raise BadInput("ls: -l and -R list a tree: not with --literal, --versions, --deleted or --tag")
+    has_location = is_tree_only or ((":" in pattern or "@" in pattern) and not lists_keys)
     if is_tree_only and not pattern:
         raise BadInput("ls: -l and -R list a tree: name it, as in `nearkin ls -l home:/`")
     if has_location:
@@ -78,10 +89,14 @@ def ls(pattern: str, literal: bool, versions: bool, deleted: bool, is_long: bool
             if location is not None:
                 _list_tree(session, store, location, is_long=is_long, recursive=recursive)
                 return
-        _list_keys(session, store, pattern, literal=literal, versions=versions, deleted=deleted)
+        wanted = parse_prefix_or_glob(pattern, literal=literal)
+        if deleted:
+            _list_deleted(session, store, wanted)
+        else:
+            _list_keys(session, store, pattern, wanted, versions=versions, tags=tags)
 
 
-def _find_tree(store: Store | RemoteStore, text: str, *, is_tree_only: bool) -> TreeLocation | None:
+def _find_tree(store: AnyStore, text: str, *, is_tree_only: bool) -> TreeLocation | None:
     """Return the location that a text names; None if it is a prefix or glob of keys.
 
     Raises BadInput, and NotFound if a text with a path names no key and starts none.
@@ -99,9 +114,7 @@ def _find_tree(store: Store | RemoteStore, text: str, *, is_tree_only: bool) -> 
     return None
 
 
-def _list_tree(
-    session: Session, store: Store | RemoteStore, location: TreeLocation, *, is_long: bool, recursive: bool
-) -> None:
+def _list_tree(session: Session, store: AnyStore, location: TreeLocation, *, is_long: bool, recursive: bool) -> None:
     from nearkin.cli.output import print_line
     from nearkin.cli.tree_location import open_tree, resolve_version
     from nearkin.cli.tree_output import entry_json, entry_line, print_json_lines, show_path
@@ -132,7 +145,7 @@ def _entries(tree: TreeReader, path: bytes, *, recursive: bool) -> Iterator[tupl
         yield from ((placed.entry.name, placed.entry) for placed in tree.children(path))
 
 
-def _no_key_line(store: Store | RemoteStore, pattern: str, *, is_glob: bool) -> str:
+def _no_key_line(store: AnyStore, pattern: str, *, is_glob: bool) -> str:
     """Return the notice that no key matches; it has the command for a folder of a tree."""
     from nearkin.cli.tree_location import is_tree_key
 
@@ -146,37 +159,56 @@ def _no_key_line(store: Store | RemoteStore, pattern: str, *, is_glob: bool) -> 
     return f"ls {pattern!r}: no key starts with it; `nearkin ls {place}` lists the folder of the tree {pattern[:end]!r}"
 
 
+def _list_deleted(session: Session, store: AnyStore, wanted: KeyPattern) -> None:
+    from nearkin.cli.output import deletion_line
+    from nearkin_shared.results_json import deletion_json
+
+    broken: list[Damage] = []
+    listed = store.list_deleted(wanted.prefix, broken=broken.append)
+    deletions = [entry for entry in listed if wanted.matches(entry.key)]
+    _print_list(session, store, map(deletion_line, deletions), map(deletion_json, deletions), _of(wanted, broken))
+
+
 def _list_keys(
-    session: Session, store: Store | RemoteStore, pattern: str, *, literal: bool, versions: bool, deleted: bool
+    session: Session, store: AnyStore, pattern: str, wanted: KeyPattern, *, versions: bool, tags: Sequence[str]
 ) -> None:
-    from nearkin.cli.gc import warn_if_rolled_back
-    from nearkin.cli.key_patterns import parse_prefix_or_glob
-    from nearkin.cli.output import deletion_line, notice, print_json, print_line, unreadable, version_line
-    from nearkin_shared.results_json import deletion_json, info_json
+    from nearkin.cli.output import described_line, notice, version_json, version_line
+    from nearkin_shared.retention import has_tags
     from nearkin_shared.utils.terminal import printable
 
-    wanted = parse_prefix_or_glob(pattern, literal=literal)
     broken: list[Damage] = []
-    found: list[VersionInfo] = []
-    if deleted:
-        listed = store.list_deleted(wanted.prefix, broken=broken.append)
-        deletions = [entry for entry in listed if wanted.matches(entry.key)]
-        lines, values = map(deletion_line, deletions), map(deletion_json, deletions)
-    else:
-        found = [
-            info
-            for info in store.versions(wanted.prefix, all_versions=versions, broken=broken.append)
-            if wanted.matches(info.key)
-        ]
-        lines, values = map(version_line, found), map(info_json, found)
+    found = [
+        info
+        for info in store.versions(wanted.prefix, all_versions=versions or bool(tags), broken=broken.append)
+        if wanted.matches(info.key) and (not tags or any(has_tags(info, text) for text in tags))
+    ]
+    if tags and not versions:
+        found = list({info.key: info for info in found}.values())  # ascending: the newest of a key is the last
+    damage = _of(wanted, broken)
+    line = described_line if versions else version_line
+    is_empty = bool(pattern) and not (found or damage or session.as_json)
+    _print_list(session, store, map(line, found), map(version_json, found), damage)
+    if is_empty:
+        notice(printable(_no_key_line(store, pattern, is_glob=wanted.prefix != pattern)))
+
+
+def _of(wanted: KeyPattern, broken: Sequence[Damage]) -> list[Damage]:
+    """Return the damage of the keys that are listed."""
+    return [one for one in broken if any(wanted.matches(key) for key, _ in one.versions) or not one.versions]
+
+
+def _print_list(
+    session: Session, store: AnyStore, lines: Iterable[str], values: Iterable[object], damage: Sequence[Damage]
+) -> None:
+    """Print the lines, or the values as JSON. Raises Corrupt if a version cannot be read."""
+    from nearkin.cli.gc import warn_if_rolled_back
+    from nearkin.cli.output import print_json, print_line, unreadable
+
     warn_if_rolled_back(store)
-    broken = [one for one in broken if any(wanted.matches(key) for key, _ in one.versions) or not one.versions]
     if session.as_json:
         print_json(list(values))
     else:
         for line in lines:
             print_line(line)
-        if pattern and not (deleted or found or broken):
-            notice(printable(_no_key_line(store, pattern, is_glob=wanted.prefix != pattern)))
-    if broken:
-        raise Corrupt(unreadable(broken))
+    if damage:
+        raise Corrupt(unreadable(damage))

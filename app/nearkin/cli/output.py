@@ -14,6 +14,7 @@ from datetime import UTC
 from typing import TYPE_CHECKING
 
 from nearkin.cli.session import is_quiet
+from nearkin_shared.results import HOST, PATHS, TAGS
 from nearkin_shared.results_json import info_json, kinds
 from nearkin_shared.savings_table import human_bytes, ledger_table, plural
 from nearkin_shared.utils.terminal import printable, to_json
@@ -159,12 +160,20 @@ def print_ledger(ledger: Ledger, seconds: float, title: str) -> None:
     console().print(ledger_table(ledger, seconds))
 
 
+def version_json(info: VersionInfo) -> dict[str, object]:
+    """Convert a version to JSON, with its tags, host and paths."""
+    return {**info_json(info), "tags": list(info.tags), "host": info.host or None, "paths": list(info.paths)}
+
+
 def info_lines(info: VersionInfo) -> Iterable[str]:
     """Yield a version for people, a field a line."""
     for name, value in info_json(info).items():
         if name == "metadata":
+            shown = dict(_source_texts(info))
+            yield from (f"{field:<12}{text}" for field, text in shown.items())
             for meta_name, meta_value in info.metadata.items():
-                yield f"{'meta':<12}{printable(f'{meta_name}={meta_value}')}"
+                if meta_name not in shown:
+                    yield f"{'meta':<12}{printable(f'{meta_name}={meta_value}')}"
         elif name == "size_bytes":
             yield f"{'size':<12}{info.size_bytes:,} bytes"
         elif name == "retain_until" and value is not None:
@@ -177,6 +186,19 @@ def version_line(info: VersionInfo) -> str:
     """Return a version as one line of `ls`; the key comes last, since it alone has no width."""
     created = info.created.astimezone(UTC).isoformat()[:19]  # strftime takes four times as long
     return f"{created}Z  {human_bytes(info.size_bytes):>8}  v{info.version:<4}  {printable(info.key)}"
+
+
+def _source_texts(info: VersionInfo) -> Iterable[tuple[str, str]]:
+    """Yield tags, host and paths of a version, those that it has."""
+    for name, text in ((TAGS, ", ".join(info.tags)), (HOST, info.host), (PATHS, " ".join(info.paths))):
+        if text:
+            yield name, printable(text)
+
+
+def described_line(info: VersionInfo) -> str:
+    """Return a version as one line of `ls --versions`; tags, host and paths come last."""
+    texts = "; ".join(f"{name} {text}" for name, text in _source_texts(info))
+    return f"{version_line(info)}  # {texts}" if texts else version_line(info)
 
 
 def deletion_line(deletion: Deletion) -> str:

@@ -100,7 +100,7 @@ def back_up_remote(
     reading_all = replace(options, comparison=ComparisonOptions(force_rescan=True))
     stream = open_tree_stream(TreeBackup(paths, reading_all, counts))
     try:
-        result = store.put(key, cast("BinaryIO", stream), metadata=metadata_of(options))
+        result = store.put(key, cast("BinaryIO", stream), metadata=metadata_of(options, paths))
     finally:
         stream.close()
     _delete_checkpoints(store, key)
@@ -132,7 +132,7 @@ def _send_changes(
     except (AccessDenied, Corrupt, FormatTooNew) as err:  # a token that may only write, or a damaged version
         raise BaseUnusable(str(err)) from err
     changing = replace(options, skip_if_unchanged=False)
-    metadata = metadata_of(options)
+    metadata = metadata_of(options, paths)
     checkpoint = CheckpointOptions("", {})
     backup = TreeBackup(paths, changing, counts, parents=sources.parents, checkpoint=checkpoint)
     earlier_bytes = sources.checkpoint_bytes

@@ -6,7 +6,10 @@ key takes over their content, and its commit deletes them.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,15 +19,18 @@ from typing import NamedTuple
 from nearkin.trees.backup import FURTHER_FIELD, CheckpointOptions, TreeBackup, TreeUnchanged, number_of
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions
 from nearkin.trees.parent_tree import ParentTree
-from nearkin_shared.errors import Corrupt, NotFound, RetentionActive
-from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.errors import BadInput, Corrupt, NotFound, RetentionActive
+from nearkin_shared.formats.manifest import Manifest, encode_metadata
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.reading.tree_reader import TreeReader
-from nearkin_shared.results import CONTENT_TYPE_TREE, PutResult
-from nearkin_shared.validation import CONTENT_TYPE, TAGS, checkpoint_key_of
+from nearkin_shared.results import CONTENT_TYPE_TREE, HOST, PATHS, TAGS, PutResult
+from nearkin_shared.utils.terminal import printable
+from nearkin_shared.validation import CONTENT_TYPE, checkpoint_key_of
 
 _log = logging.getLogger("nearkin")
 CHECKPOINT_REASON = "the backup was completed"
+PATHS_CHARACTERS_MAX = 1000
+"""Of the paths in a version's metadata, so that listings have them from the index."""
 CHECKPOINT_KEY_CHARACTERS = 200
 """Of the key that a checkpoint's metadata name."""
 CHECKPOINTS_CONTINUED_MAX = 16
@@ -71,7 +77,7 @@ def back_up(
         since_us = 0 if newest is None or newest.manifest is None else newest.manifest.created_us
         return [*_unfinished(store, checkpoint_key, since_us), *([] if newest is None else [newest])]
 
-    metadata = metadata_of(options)
+    metadata = metadata_of(options, paths)
     backup = TreeBackup(
         paths,
         options,
@@ -88,9 +94,34 @@ def back_up(
     return BackupResult(result, counts)
 
 
-def metadata_of(options: BackupOptions) -> dict[str, str]:
-    """Return the metadata of a backup's version."""
-    return tree_metadata(options.metadata, options.tags)
+def metadata_of(options: BackupOptions, paths: Sequence[str | Path]) -> dict[str, str]:
+    """Return the metadata of a backup's version.
+
+    Host and paths are left out where there is no room for them.
+    """
+    found = tree_metadata(options.metadata, options.tags)
+    with_source = {HOST: printable(socket.gethostname()), PATHS: _paths_text(paths), **found}
+    try:
+        encode_metadata(with_source)
+    except BadInput:
+        return found
+    return with_source
+
+
+def _paths_text(paths: Sequence[str | Path]) -> str:
+    """Return absolute paths as a JSON array of PATHS_CHARACTERS_MAX at most.
+
+    `...` stands for the rest.
+    """
+    shown, left = list[str](), PATHS_CHARACTERS_MAX
+    for path in paths:
+        text = printable(os.path.abspath(path))
+        left -= len(json.dumps(text, ensure_ascii=False)) + len(", ")
+        if left < 0:
+            shown.append("...")
+            break
+        shown.append(text)
+    return json.dumps(shown, ensure_ascii=False)
 
 
 def tree_metadata(metadata: Mapping[str, str], tags: Sequence[str]) -> dict[str, str]:
