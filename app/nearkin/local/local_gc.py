@@ -31,6 +31,7 @@ from nearkin_maintenance.gc.roots import find_roots
 from nearkin_maintenance.gc.tombstone_signing import sign_old_marks
 from nearkin_maintenance.gc.version_expiry import VersionExpiry
 from nearkin_maintenance.gc.writer_gate import NoWriters
+from nearkin_shared.checkpoint_expiry import checkpoint_keys, expire_checkpoints
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import HYBRID, MARK_SWEEP
 from nearkin_shared.errors import BadInput, Corrupt, RetryableError, StoreUnavailable, TenantErased
@@ -365,7 +366,11 @@ class LocalGc:
         return GcRun(self.condemned.objects, containers, self.settings.gc, rewriter, hooks=hooks, ledger=ledger)
 
     def _with_retention(self, report: GcReport, *, dry_run: bool) -> GcReport:
-        """Delete versions of all tenants that the policies do not keep; count the tombstones."""
+        """Delete versions of all tenants that the policies do not keep; count the tombstones.
+
+        Checkpoints of the own tenant that no backup continued are deleted as well, and not counted as versions.
+        """
+        report = self._without_stale_checkpoints(report, dry_run=dry_run)
         if not self.settings.retention.policies:
             return report
         catalogs = self.index.read(lambda index: index.catalogs())
@@ -384,6 +389,17 @@ class LocalGc:
                 )
             forgotten, marks_bytes = forgotten + versions, marks_bytes + size_bytes
         return replace(report, forgotten=forgotten, freed_bytes=report.freed_bytes - marks_bytes)
+
+    def _without_stale_checkpoints(self, report: GcReport, *, dry_run: bool) -> GcReport:
+        keys = self.index.read(lambda index: checkpoint_keys(index, [self.settings.tenant]))
+        marks_bytes = 0
+        for start in range(0, len(keys), KEYS_AT_ONCE):
+            with nullcontext() if dry_run else self.index.exclusive(EXCLUSIVE_SECONDS_MAX):
+                some = keys[start : start + KEYS_AT_ONCE]
+                marks_bytes += expire_checkpoints(
+                    some, self.manifests, None if dry_run else self.deletions, self.clock()
+                )
+        return replace(report, freed_bytes=report.freed_bytes - marks_bytes)
 
 
 @frozen

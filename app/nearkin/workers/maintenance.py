@@ -22,6 +22,7 @@ from nearkin_maintenance.gc.gc_worker import GcWorker, GcWorkerPorts
 from nearkin_maintenance.optimize.compact import Rewriter
 from nearkin_maintenance.redis_index_recovery import recover_index
 from nearkin_maintenance.verify.scrub_worker import BackgroundScrub
+from nearkin_shared.checkpoint_expiry import checkpoint_keys, expire_checkpoints
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.fleet.fleet_key_locks import FleetKeyLocks
 from nearkin_shared.index.protocols import MarkedVersion
@@ -77,8 +78,12 @@ def start(context: Context) -> Callable[[], None]:
 
         deletions = Deletions(listed, note, guard=guard_of(settings.retention, time.time), heads=VersionHeads(objects))
         undelete_seconds = settings.deletion.undelete_seconds
+        # index shards do not list tenants
+        tenants = context.index.tenants() if isinstance(context.index, RedisIndex) else [settings.tenant]
+        stale_bytes = expire_checkpoints(checkpoint_keys(context.index, tenants), listed, deletions, time.time())
         found = keys.of(listed) if settings.retention.policies else ()
-        return apply_policies(settings.retention, found, listed, deletions, undelete_seconds, time.time())
+        count, marks_bytes = apply_policies(settings.retention, found, listed, deletions, undelete_seconds, time.time())
+        return count, marks_bytes + stale_bytes
 
     rounds = GcWorker(
         context.index,
