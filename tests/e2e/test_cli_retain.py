@@ -13,6 +13,7 @@ def test_retain_prints_end_and_rm_refuses(call: InProcess, tmp_path: Path) -> No
     call("put", "db/dump", "-", stdin=b"one", env={"NEARKIN_STORE": str(tmp_path / "store")})
     output = call("retain", "db/dump", "--until", "2100-01-02").stdout
     assert output == b"db/dump version 1: retained until 2100-01-02T00:00:00Z\n"
+    assert call.answer("retain", "db/dump@1", "--until", "2100-01-02")["version"] == 1
     assert "retained    until 2100-01-02" in call("info", "db/dump").stdout.decode()
     assert call.answer("retain", "db/dump", "--until", "2100-01-02")["retain_until"].startswith("2100-01-02T00:00")
     assert_refused(call("retain", "db/dump", "--for", "30d"), 2, "never shortened; give a later time")

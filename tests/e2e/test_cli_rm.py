@@ -38,6 +38,25 @@ def test_rm_and_undelete_report_their_effect(call: InProcess, tmp_path: Path) ->
     assert call.answer("stats")["deleted_versions"] == 1
 
 
+def test_rm_of_key_and_version_deletes_it_alone(call: InProcess, tmp_path: Path) -> None:
+    """`rm KEY@N` and `undelete KEY@N` change version N; so does `rm --now` of one that is deleted already."""
+    new_store(tmp_path / "store")
+    store = {"NEARKIN_STORE": str(tmp_path / "store")}
+    for content in (b"one", b"two", b"three"):
+        call("put", "k", "-", stdin=content, env=store)
+    assert call.answer("rm", "k@2") == {"key": "k", "version": 2, "deleted": 1}
+    assert call.answer("rm", "k@latest")["version"] == 3
+    assert [one["version"] for one in call.answer("ls", "--versions")] == [1]
+    assert call("undelete", "k@3").stdout == b"undeleted 1 version of k\n"
+    assert call("get", "k").stdout == b"three"
+    assert_refused(call("rm", "k@2"), 4, "version 2")
+    assert_refused(call("rm", "k@1", "--version", "1"), 2, "names a version: not with --version")
+    assert call.answer("rm", "k@2", "--now", "--yes")["versions"] == 1
+    assert call("rm", "k").returncode == 0
+    assert call.answer("undelete", "k@1") == {"key": "k", "version": 1, "undeleted": 1}
+    assert call("get", "k").stdout == b"one"
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

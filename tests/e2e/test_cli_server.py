@@ -123,6 +123,8 @@ def test_tree_commands_through_a_server(gateway: ScriptedGateway, tmp_path: Path
     assert [one["path"] for one in answer(gateway, "ls", "-R", f"{after}:/")] == ["/etc", "/etc/fstab", "/etc/new"]
     assert [one["version"] for one in answer(gateway, "find", "new")] == [second["version"]]
     assert [one["paths"] for one in answer(gateway, "ls", "trees/", "--versions")] == [[str(home)]] * 2
+    assert answer(gateway, "info", "trees/home@latest")["version"] == second["version"]
+    assert [one["path"] for one in answer(gateway, "ls", "trees/home@latest:/etc")] == ["/etc/fstab", "/etc/new"]
     assert answer(gateway, "diff", before, after)["counts"]["added"] == 1
     assert run_on_server(gateway, "dump", f"{before}:/etc/fstab").stdout == FIRST
     assert answer(gateway, "export", after, "-o", tmp_path / "t.tar")["entries"] == 4

@@ -118,8 +118,8 @@ def test_ls_still_lists_keys(store: Path, call: InProcess) -> None:
     assert lines(call, store, "ls", "me@3:/x:/") == ["x"]
     for arguments, code, text in (
         (["ls", "hom:/etc"], 4, "key 'hom:/etc': the store has none, nor 'hom'"),
-        (["ls", "home@latest:/etc"], 4, "VERSION of 'home' is a number or a time, such as 3, 36h"),
-        (["ls", "hom@latest:/etc"], 4, "nor 'hom@latest'; `nearkin ls` lists the keys"),
+        (["ls", "home@newest:/etc"], 4, "VERSION of 'home' is a number, `latest` or a time, such as 3, 36h"),
+        (["ls", "hom@newest:/etc"], 4, "nor 'hom@newest'; `nearkin ls` lists the keys"),
         (["ls", "home:/nothing"], 4, "has no entry 'nothing'; `nearkin ls home@2:/` lists"),
         (["ls", "home:/etc/a b/x"], 4, "`nearkin ls 'home@2:/etc/a b'` lists"),
         (["ls", "-l", "blob"], 2, "is a blob of `nearkin put`"),
@@ -287,6 +287,44 @@ def test_get_of_a_tree_names_restore_and_dump(store: Path, tmp_path: Path, call:
     ):
         done = call("--store", store, *arguments)
         assert (done.returncode, text in done.stderr.decode()) == (2, True), done.stderr
+
+
+def test_latest_names_the_newest_version(store: Path, tmp_path: Path, call: InProcess) -> None:
+    """As in restic, in every command that takes a location."""
+    assert lines(call, store, "ls", "home@latest") == lines(call, store, "ls", "home@2")
+    assert call("--store", store, "dump", "home@latest:/a.txt").stdout == b"second version"
+    assert call("--store", store, "get", "home@latest:/a.txt").stdout == b"second version"
+    assert call("--store", store, "get", "blob@latest").stdout == b"second"
+    assert call("--store", store, "get", "blob@latest", "--salvage").stdout == b"second"
+    assert call("--store", store, "get", "blob@1", "--salvage").stdout == b"blob"
+    assert call.answer("--store", store, "diff", "home@1", "home@latest")["counts"]["added"] >= 1
+    assert call.answer("--store", store, "restore", "home@latest", "-o", tmp_path / "t")["version"] == 2
+    assert lines(call, store, "find", "fstab", "home@latest") == ["home@2:/etc/fstab"]
+    done = call("--store", store, "restore", "home@newest", "-o", tmp_path / "t")
+    assert_refused(done, 4, "VERSION of 'home' is a number, `latest` or a time, such as 3, 36h")
+    assert_refused(call("--store", store, "get", "home:/a.txt", "--salvage"), 2, "leave out :/PATH")
+
+
+def test_commands_of_versions_take_them_by_key(store: Path, call: InProcess) -> None:
+    """KEY@VERSION names a version where --version does; an existing key always wins."""
+    assert call.answer("--store", store, "info", "home@1") == call.answer(
+        "--store", store, "info", "home", "--version", "1"
+    )
+    assert call.answer("--store", store, "info", "blob@latest")["version"] == 2
+    assert call.answer("--store", store, "info", "me@3:/x")["key"] == "me@3:/x"
+    assert call.answer("--store", store, "info", "me@3:/x@1")["key"] == "me@3:/x"
+    assert call.answer("--store", store, "explain", "blob@1")["version"] == 1
+    assert call.answer("--store", store, "explain", "home@1", "--kinds")["kinds"]
+    assert call.answer("--store", store, "verify", "blob@1")["version"] == 1
+    for words, code, message in (
+        (("info", "home@9"), 4, "key 'home' version 9"),
+        (("info", "hom@1"), 4, "key 'hom@1'"),
+        (("info", "home@1:/etc"), 2, "info 'home@1:/etc': names an entry of a tree, and info takes a version, here"),
+        (("info", "home@1", "--version", "1"), 2, "info 'home@1': names a version: not with --version"),
+        (("forget", "home@1", "--keep-last", "1"), 2, "`nearkin rm home@1` deletes it"),
+        (("forget", "hom@1", "--keep-last", "1"), 4, "forget 'hom@1': no such key"),
+    ):
+        assert_refused(call("--store", store, *words), code, message)
 
 
 def test_dump_archive_extracts_to_the_same_folder(store: Path, home: Path, tmp_path: Path, call: InProcess) -> None:

@@ -205,7 +205,7 @@ def put(
 
 
 @nearkin.command()
-@click.argument("key", metavar="KEY")
+@click.argument("key", metavar="KEY[@VERSION]")
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version alone.")
 @click.option("--reason", metavar="TEXT", default="", help="Kept with the deletion; ls --deleted shows it.")
 @click.option("--now", is_flag=True, help="Remove the bytes for good at once: no undelete, no grace.")
@@ -218,12 +218,12 @@ def rm(key: str, version: int | None, reason: str, now: bool, yes: bool) -> None
     week by default). Space is freed later.
 
     nearkin rm db/dump
-    nearkin rm db/dump --version 2 --reason "wrong host"
+    nearkin rm db/dump@2 --reason "wrong host"     # version 2 alone, as --version 2
 
     With --now, for a leaked secret or a full disk, every byte that only these versions need is removed before the
     command ends, also if they were deleted earlier. Nothing brings them back; restores that run meanwhile may fail.
 
-    nearkin rm db/dump --version 2 --now
+    nearkin rm db/dump@2 --now
     """
     from nearkin.cli.rm import change, purge
 
@@ -236,7 +236,7 @@ def rm(key: str, version: int | None, reason: str, now: bool, yes: bool) -> None
 
 
 @nearkin.command()
-@click.argument("key", metavar="KEY")
+@click.argument("key", metavar="KEY[@VERSION]")
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version alone.")
 @click.option("--reason", metavar="TEXT", default="", help="Kept with what was done.")
 @shared_options
@@ -247,6 +247,7 @@ def undelete(key: str, version: int | None, reason: str) -> None:
 
     nearkin ls --deleted
     nearkin undelete db/dump
+    nearkin undelete db/dump@2
     """
     from nearkin.cli.rm import change
 
@@ -254,7 +255,7 @@ def undelete(key: str, version: int | None, reason: str) -> None:
 
 
 @nearkin.command()
-@click.argument("key", metavar="KEY")
+@click.argument("key", metavar="KEY[@VERSION]")
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
 @click.option("--until", metavar="TIME", help="Retain it until this time (UTC): 2027-11-20, 2027-11-20T18:00Z.")
 @click.option("--for", "duration", metavar="TIME", help="Retain it this long from now: 36h, 90d, 7y.")
@@ -264,7 +265,7 @@ def retain(key: str, version: int | None, until: str | None, duration: str | Non
     """Retain one version of KEY: nothing deletes it before then.
 
     nearkin retain db/dump --for 90d
-    nearkin retain db/dump --version 2 --until 2034-01-01 --reason "tax audit"
+    nearkin retain db/dump@2 --until 2034-01-01 --reason "tax audit"     # as --version 2
 
     A retention is extended, never shortened: an earlier time than the one that holds is refused. Through a gateway
     this needs a token with the scope delete.
@@ -275,7 +276,7 @@ def retain(key: str, version: int | None, until: str | None, duration: str | Non
 
 
 @nearkin.command()
-@click.argument("key", metavar="KEY")
+@click.argument("key", metavar="KEY[@VERSION]")
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
 @shared_options
 def info(key: str, version: int | None) -> None:
@@ -283,15 +284,17 @@ def info(key: str, version: int | None) -> None:
 
     A version of a backup has tags, the host and the paths that were stored.
 
-    nearkin info db/dump --version 2
+    nearkin info db/dump@2                         # as --version 2
+    nearkin info home@36h                          # the version of that time
     """
     from nearkin.cli.arguments import check_key
     from nearkin.cli.output import info_lines, print_json, print_line, version_json
+    from nearkin.cli.tree_location import resolve_key
 
     session = current_session()
     check_key(key)
     with session.open() as store:
-        found = store.info(key, version)
+        found = store.info(*resolve_key(store, "info", key, version))
     if session.as_json:
         print_json(version_json(found))
         return
@@ -332,7 +335,7 @@ def stats(by_kind: str | None) -> None:
 
 
 @nearkin.command()
-@click.argument("key", metavar="KEY")
+@click.argument("key", metavar="KEY[@VERSION]")
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="This version instead of the newest.")
 @click.option("--segments", is_flag=True, help="Each segment too; with --json each chunk of it.")
 @click.option("--kinds", is_flag=True, help="By kind of content instead; reads the version.")
@@ -344,11 +347,13 @@ def explain(key: str, version: int | None, segments: bool, kinds: bool) -> None:
     that computed their super-features.
 
     nearkin explain db/dump
+    nearkin explain db/dump@2
     nearkin explain db/dump --segments --json | jq '.segments[0].chunks'
     nearkin explain home --kinds                                        # media, databases, ...: see chunker.rules
     """
     from nearkin.cli.arguments import check_key
     from nearkin.cli.output import print_explanation, print_json
+    from nearkin.cli.tree_location import resolve_key
     from nearkin_shared.results_json import explain_json
 
     session = current_session()
@@ -358,10 +363,10 @@ def explain(key: str, version: int | None, segments: bool, kinds: bool) -> None:
 
         if segments:
             raise BadInput("--kinds counts a whole version: not with --segments")
-        _show_kinds(session, lambda store: count_kinds(store, key, version))
+        _show_kinds(session, lambda store: count_kinds(store, *resolve_key(store, "explain", key, version)))
         return
     with session.open() as store:
-        explanation = store.explain(key, version)
+        explanation = store.explain(*resolve_key(store, "explain", key, version))
     if session.as_json:
         print_json(explain_json(explanation, segments=segments))
     else:

@@ -6,8 +6,10 @@ Invariant: the versions that a dry run lists are exactly those that the command 
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from nearkin_shared.errors import BadInput, Corrupt, NotFound
 
 if TYPE_CHECKING:
     from nearkin.cli.key_patterns import KeyPattern
+    from nearkin.store_copy import AnyStore
     from nearkin_shared.config.storage import RetentionPolicy
     from nearkin_shared.results import Damage
     from nearkin_shared.retention import Decision
@@ -157,6 +160,8 @@ def forget_versions(
             )
             if not dry_run:
                 found = forget(partial(store.delete, reason="forget"), found)
+        if pattern and not found and not broken:
+            _refuse_version(store, pattern)
     if pattern and not found and not broken:
         raise NotFound(
             f"forget {pattern!r}: no such key; KEY is taken as a whole, and {pattern + '*'!r} stands for all that "
@@ -168,6 +173,20 @@ def forget_versions(
         _print(found, dry_run=dry_run)
     if broken:
         raise Corrupt(unreadable(broken))
+
+
+def _refuse_version(store: AnyStore, text: str) -> None:
+    """Refuse KEY@VERSION of an existing key. Raises BadInput."""
+    from nearkin.cli.tree_location import resolve_key
+    from nearkin_shared.utils.terminal import printable
+
+    with suppress(NotFound, Corrupt):
+        key, version = resolve_key(store, "forget", text, None)
+        if version is not None:
+            raise BadInput(
+                f"forget {printable(text)!r}: names one version, and rules apply to all versions of "
+                f"{printable(key)!r}; `nearkin rm {shlex.quote(f'{key}@{version}')}` deletes it"
+            )
 
 
 def _json(decision: Decision) -> dict[str, object]:

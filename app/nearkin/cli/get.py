@@ -16,8 +16,8 @@ from nearkin_shared.errors import BadInput
 if TYPE_CHECKING:
     from nearkin.blob import Blob
     from nearkin.cli.arguments import ByteRange
-    from nearkin.client.sync import RemoteBlob, RemoteStore
-    from nearkin.store import Store
+    from nearkin.client.sync import RemoteBlob
+    from nearkin.store_copy import AnyStore
     from nearkin_shared.results import VersionInfo
 
 
@@ -82,8 +82,8 @@ def get(
 
         if byte_range is not None or explained:
             raise BadInput("--salvage writes a whole version: not with --range or --explain")
-        choose = partial(_choose_version, key=location, version=version, at=at)
-        return salvage_version(session, location, output, choose, is_raw=raw)
+        choose = partial(_choose_blob, text=location, version=version, at=at)
+        return salvage_version(session, output, choose, is_raw=raw)
     started = time.perf_counter()
     with session.open() as store:
         key, number, path = _resolve(store, location, version, at)
@@ -99,9 +99,7 @@ def get(
     return None
 
 
-def _resolve(
-    store: Store | RemoteStore, text: str, version: int | None, at: str | None
-) -> tuple[str, int | None, bytes | None]:
+def _resolve(store: AnyStore, text: str, version: int | None, at: str | None) -> tuple[str, int | None, bytes | None]:
     """Return key, version (None: the newest) and path of a location.
 
     Raises BadInput, NotFound, Corrupt.
@@ -119,6 +117,14 @@ def _resolve(
     found = resolve_version(store, location)
     chosen = _choose_version(store, key=location.key, version=version, at=at)
     return location.key, chosen or found.version, found.path
+
+
+def _choose_blob(store: AnyStore, *, text: str, version: int | None, at: str | None) -> tuple[str, int | None]:
+    """Return key and version of a location without a path. Raises as `_resolve`."""
+    key, number, path = _resolve(store, text, version, at)
+    if path is not None:
+        raise BadInput(f"--salvage {text!r}: writes a whole version; leave out :/PATH")
+    return key, number
 
 
 def _write_version(
@@ -158,7 +164,7 @@ def refuse_tree(info: VersionInfo) -> None:
         )
 
 
-def _choose_version(store: Store | RemoteStore, *, key: str, version: int | None, at: str | None) -> int | None:
+def _choose_version(store: AnyStore, *, key: str, version: int | None, at: str | None) -> int | None:
     if at is None:
         return version
     from nearkin.cli.version_at import find_version_at
@@ -166,9 +172,7 @@ def _choose_version(store: Store | RemoteStore, *, key: str, version: int | None
     return find_version_at(store, key, at)
 
 
-def _open_version(
-    store: Store | RemoteStore, key: str, version: int | None, byte_range: ByteRange | None
-) -> Blob | RemoteBlob:
+def _open_version(store: AnyStore, key: str, version: int | None, byte_range: ByteRange | None) -> Blob | RemoteBlob:
     if byte_range is None:
         return store.get(key, version)
     info = store.info(key, version)

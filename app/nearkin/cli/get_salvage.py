@@ -13,9 +13,8 @@ from nearkin.cli.session import Session
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nearkin.client.sync import RemoteStore
     from nearkin.salvage import Hole
-    from nearkin.store import Store
+    from nearkin.store_copy import AnyStore
 
 HOLES_SHOWN_MAX = 1000
 """Lines on stderr; --json lists all."""
@@ -23,16 +22,15 @@ HOLES_SHOWN_MAX = 1000
 
 def salvage(
     session: Session,
-    key: str,
     output: str | None,
-    choose: Callable[[Store | RemoteStore], int | None],
+    choose: Callable[[AnyStore], tuple[str, int | None]],
     *,
     is_raw: bool,
 ) -> int:
     """Write the readable bytes of a version and zeros for the rest; report the holes.
 
-    `choose` returns the version's number, None for the newest. Returns the exit code. Raises BadInput for a store
-    behind a server, and for a tree unless `is_raw`.
+    `choose` returns the key and the version's number, None for the newest. Returns the exit code. Raises BadInput for a
+    store behind a server, and for a tree unless `is_raw`.
     """
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.get import refuse_tree
@@ -43,7 +41,7 @@ def salvage(
 
     started = time.perf_counter()
     with session.open_local() as store:
-        blob = store.salvage(key, choose(store))
+        blob = store.salvage(*choose(store))
         if not is_raw:
             refuse_tree(blob.info)
         with OutputFile(output) as file, bytes_bar("salvage", blob.size_bytes, shown=not session.as_json) as progress:
@@ -59,7 +57,7 @@ def salvage(
             }
         )
     elif blob.holes:
-        _warn_holes(key, blob.info.version, blob.size_bytes, blob.holes)
+        _warn_holes(blob.info.key, blob.info.version, blob.size_bytes, blob.holes)
     return ExitCode.DAMAGED if blob.holes else ExitCode.DONE
 
 

@@ -15,6 +15,7 @@ from nearkin.cli.arguments import check_key
 from nearkin.cli.output import print_json, print_line
 from nearkin.cli.progress import count_bar
 from nearkin.cli.session import current_session
+from nearkin.cli.tree_location import resolve_key
 from nearkin.cli.verify import verification_code, verify_json, verify_lines
 from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.results import Damage, VerifyReport
@@ -31,6 +32,7 @@ def verify_key(key: str, version: int | None) -> int:
     session = current_session()
     check_key(key)
     with session.open(read_only=False) as store, count_bar("verify", shown=not session.as_json) as progress:
+        key, version = resolve_key(store, "verify", key, version)
         if isinstance(store, Store):
             report = store.verify_key(key, version, progress)
         else:

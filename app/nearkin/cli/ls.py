@@ -54,8 +54,9 @@ def ls(
     nearkin ls --deleted
     nearkin --json ls | jq '.[].key'
 
-    KEY[@VERSION]:/PATH lists a folder of a tree, names ascending; folders end with /. VERSION is a number or a time.
-    A key that contains @ or : itself is listed as a key if it exists; of several readings the longest key applies.
+    KEY[@VERSION]:/PATH lists a folder of a tree, names ascending; folders end with /. VERSION is a number,
+    latest, or a time. A key that contains @ or : itself is listed as a key if it exists; of several readings the
+    longest key applies.
 
     nearkin ls home:/
     nearkin ls -l home@3:/etc

@@ -15,7 +15,7 @@ from nearkin_shared.errors import BadInput
 
 
 @click.command(cls=AsWritten)
-@click.argument("key", metavar="[KEY]", required=False)
+@click.argument("key", metavar="[KEY[@VERSION]]", required=False)
 @click.option("--version", metavar="V", type=click.IntRange(min=1), help="With KEY: this version alone.")
 @click.option("--sample", metavar="SHARE", help="Read only this share of the containers: 1% or 0.01.")
 @click.option("--seed", metavar="NUMBER", type=click.IntRange(0), help="Draw the sample by this; printed with it.")
@@ -31,7 +31,7 @@ def verify(key: str | None, version: int | None, sample: str | None, seed: int |
 
     nearkin verify
     nearkin verify db/dump
-    nearkin verify db/dump --version 2 --json
+    nearkin verify db/dump@2 --json               # as --version 2
     nearkin verify --sample 1%
     nearkin verify --since 2d --json | jq .damage
     """

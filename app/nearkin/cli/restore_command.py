@@ -63,9 +63,9 @@ def restore(
 ) -> int:
     """Restore a tree or a part of it into a folder.
 
-    VERSION is a number, or a time: the version that was the newest then. PATH counts from the root of the tree, which
-    `nearkin ls KEY:/` lists. The content of a folder is restored into DIR itself, a file as DIR/name. Each file is
-    compared with its digest.
+    VERSION is a number, latest, or a time: the version that was the newest then. PATH counts from the root of the
+    tree, which `nearkin ls KEY:/` lists. The content of a folder is restored into DIR itself, a file as DIR/name. Each
+    file is compared with its digest.
 
     nearkin restore home -o /tmp/home
     nearkin restore home@3:/mail -o ./mail

@@ -32,6 +32,7 @@ def retain(key: str, version: int | None, until: str | None, duration: str | Non
     """Extend the retention of a version and print until when it holds."""
     from nearkin.cli.arguments import check_key
     from nearkin.cli.output import print_json, report
+    from nearkin.cli.tree_location import resolve_key
     from nearkin_shared.results_json import info_json
     from nearkin_shared.utils.terminal import printable
 
@@ -39,9 +40,10 @@ def retain(key: str, version: int | None, until: str | None, duration: str | Non
     check_key(key)
     end = parse_end(until, duration, datetime.now(UTC))
     with session.open(read_only=False) as store:
-        info = store.retain(key, end, version, reason=reason)
+        named, number = resolve_key(store, "retain", key, version)
+        info = store.retain(named, end, number, reason=reason)
     if session.as_json:
         print_json(info_json(info))
         return
     assert info.retain_until is not None
-    report(f"{printable(key)} version {info.version}: retained until {info.retain_until:%Y-%m-%dT%H:%M:%SZ}")
+    report(f"{printable(info.key)} version {info.version}: retained until {info.retain_until:%Y-%m-%dT%H:%M:%SZ}")

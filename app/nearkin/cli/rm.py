@@ -5,10 +5,14 @@ Invariant: exit code 0 means that the change is durable, for every reader.
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 from nearkin.cli.session import current_session
 from nearkin_shared.errors import BadInput, NotFound
+
+if TYPE_CHECKING:
+    from nearkin.store_copy import AnyStore
 
 WARNING = (
     "This cannot be undone: `nearkin undelete` brings nothing back, the undelete window and the grace of garbage "
@@ -20,12 +24,15 @@ def change(what: Literal["delete", "undelete"], done: str, key: str, version: in
     """Delete or undelete, and print how many versions that were."""
     from nearkin.cli.arguments import check_key
     from nearkin.cli.output import print_json, report
+    from nearkin.cli.tree_location import resolve_key
     from nearkin_shared.savings_table import plural
     from nearkin_shared.utils.terminal import printable
 
     session = current_session()
     check_key(key)
     with session.open(read_only=False) as store:
+        has_deleted = partial(_is_deleted, store) if what == "undelete" else None
+        key, version = resolve_key(store, "rm" if what == "delete" else what, key, version, has_deleted)
         count = (store.delete if what == "delete" else store.undelete)(key, version, reason=reason)
     if session.as_json:
         print_json({"key": key, "version": version, done: count})
@@ -44,6 +51,7 @@ def purge(key: str | None, version: int | None, reason: str, *, confirmed: bool)
     from nearkin.cli.gc import gc_lines
     from nearkin.cli.output import print_json, print_line
     from nearkin.cli.progress import steps_bar
+    from nearkin.cli.tree_location import is_existing_key, resolve_key
     from nearkin_shared.results_json import gc_json
 
     session = current_session()
@@ -56,6 +64,9 @@ def purge(key: str | None, version: int | None, reason: str, *, confirmed: bool)
         count = 0
         store.pauses.check()  # before anything is deleted: its bytes could not be removed
         if key is not None:
+            key, version = resolve_key(
+                store, "rm", key, version, lambda name: is_existing_key(store, name) or _is_deleted(store, name)
+            )
             with suppress(NotFound):  # deleted earlier: `purge` raises if it never existed
                 count = store.delete(key, version, reason=reason)
         report = store.purge(key, version, steps=steps)
@@ -64,6 +75,11 @@ def purge(key: str | None, version: int | None, reason: str, *, confirmed: bool)
         return
     for line in gc_lines(report):
         print_line(line)
+
+
+def _is_deleted(store: AnyStore, key: str) -> bool:
+    """Return whether a key has deleted versions."""
+    return any(one.key == key for one in store.list_deleted(key))
 
 
 def _confirm(key: str | None, version: int | None, *, confirmed: bool) -> None:

@@ -1,6 +1,7 @@
 """Parse and resolve `KEY[@VERSION][:/PATH]`: a version, or a folder or file in a tree.
 
     home              the newest version            home@3:/etc          a folder of version 3
+    home@latest       the same
     home:/etc/fstab   a file of the newest one      home@36h:/etc        of the version of 36 hours ago
     home@2026-11-20T18:00Z                          the version of that time
 
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from nearkin_shared.errors import BadInput, Corrupt, NearkinError, NotFound
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 CANDIDATES_MAX = 64
 """Splits that are tried; each costs a lookup of its key."""
+LATEST = "latest"
+"""The VERSION that is the newest, as in restic and in the folders of `nearkin mount`."""
 _NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)
 
 
@@ -31,7 +35,7 @@ class TreeLocation(NamedTuple):
 
     key: str
     version: str | None = None
-    """A number or a time as `get --at` accepts; None: the newest."""
+    """A number, `latest`, or a time as `get --at` accepts; None: the newest."""
     path: str | None = None
     """From the root of the tree; None: the text has none."""
 
@@ -83,12 +87,12 @@ def _split_version(head: str, path: str | None) -> Iterator[TreeLocation]:
 
 
 def is_version(text: str) -> bool:
-    """Return whether a text has the form of a VERSION: a number or a time."""
+    """Return whether a text has the form of a VERSION: a number, `latest` or a time."""
     from datetime import UTC, datetime
 
     from nearkin.cli.verify import parse_moment
 
-    if _NUMBER.fullmatch(text):
+    if text == LATEST or _NUMBER.fullmatch(text):
         return True
     try:
         parse_moment("version", text, datetime.now(UTC))
@@ -125,20 +129,21 @@ def _version_remedy(store: AnyStore, text: str) -> str | None:
     """Return what a VERSION is if the text is an existing key, @ and no version."""
     for head, _ in _split_paths(text):
         key, at, version = head.rpartition("@")
-        if at and not is_version(version) and _is_key(key) and _exists(store, key):
+        if at and not is_version(version) and _is_key(key) and is_existing_key(store, key):
             return (
-                f"VERSION of {key!r} is a number or a time, such as 3, 36h or 2026-11-20T18:00Z; without @VERSION the "
-                "newest applies"
+                f"VERSION of {key!r} is a number, `latest` or a time, such as 3, 36h or 2026-11-20T18:00Z; without "
+                "@VERSION the newest applies"
             )
     return None
 
 
 def find_location(store: AnyStore, text: str) -> TreeLocation | None:
     """Return the split with the longest key that exists; None if none does. Raises BadInput."""
-    return next((location for location in parse_location(text) if _exists(store, location.key)), None)
+    return next((location for location in parse_location(text) if is_existing_key(store, location.key)), None)
 
 
-def _exists(store: AnyStore, key: str) -> bool:
+def is_existing_key(store: AnyStore, key: str) -> bool:
+    """Return whether a key has a version."""
     try:
         store.info(key)
     except NotFound:
@@ -161,15 +166,39 @@ def resolve_version(store: AnyStore, location: TreeLocation) -> ResolvedLocation
     from nearkin_shared.reading.tree_reader import tree_path
 
     path = None if location.path is None else tree_path(os.fsencode(location.path))
-    if location.version is None:
+    version = location.version
+    if version is None or version == LATEST:
         number = store.info(location.key).version
-    elif _NUMBER.fullmatch(location.version):
-        number = store.info(location.key, int(location.version)).version
+    elif _NUMBER.fullmatch(version):
+        number = store.info(location.key, int(version)).version
     else:
         from nearkin.cli.version_at import find_version_at
 
-        number = find_version_at(store, location.key, location.version)
+        number = find_version_at(store, location.key, version)
     return ResolvedLocation(location.key, number, path)
+
+
+def resolve_key(
+    store: AnyStore, command: str, text: str, version: int | None, exists: Callable[[str], bool] | None = None
+) -> tuple[str, int | None]:
+    """Return key and version that `KEY[@VERSION]` and --version name.
+
+    None: no version is named. A number is not looked up. `exists`: whether a key is one to apply, by default one with
+    a version. Raises BadInput, and of a time NotFound and Corrupt.
+    """
+    named = [one for one in parse_location(text) if one.version is not None]
+    has = exists or partial(is_existing_key, store)
+    found = next((one for one in (TreeLocation(text), *named) if has(one.key)), None) if named else None
+    if found is None or found.version is None:
+        return text, version
+    label = f"{found.key}@{found.version}"
+    if found.path is not None:
+        raise BadInput(f"{command} {text!r}: names an entry of a tree, and {command} takes a version, here {label!r}")
+    if version is not None:
+        raise BadInput(f"{command} {text!r}: names a version: not with --version")
+    if _NUMBER.fullmatch(found.version):
+        return found.key, int(found.version)
+    return found.key, resolve_version(store, found).version
 
 
 def open_tree(store: AnyStore, location: ResolvedLocation) -> TreeReader:

@@ -53,6 +53,8 @@ def resolve(text: str, *keys: str) -> tuple[Any, ...]:
     [
         ("home", ("home", 3, None)),
         ("home@2", ("home", 2, None)),
+        ("home@latest", ("home", 3, None)),
+        ("home@latest:/etc", ("home", 3, b"etc")),
         ("home:/", ("home", 3, b"")),
         ("home:", ("home", 3, b"")),
         ("home:/etc/fstab", ("home", 3, b"etc/fstab")),
