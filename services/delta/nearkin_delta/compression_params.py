@@ -30,6 +30,7 @@ from nearkin_shared.formats.block import EncodedBlock, encode_block
 from nearkin_shared.kernels.zstd_frames import FrameEncoder
 from nearkin_shared.limits import KIB, MIB
 from nearkin_shared.types import U8
+from nearkin_shared.utils.frozen import frozen
 
 FAR_BYTES_MIN = MIB
 """In a smaller block zstd's tables cover everything."""
@@ -68,8 +69,8 @@ SAMPLED_BYTES_MIN = MIB
 """A smaller block is not sampled: it takes the configured level."""
 HARD_SHARE = 4
 """At level 3, the default, a block whose samples compress to more than 1/4 (itself to more than 1/5) takes level 2. On
-such data level 3 saves 6 to 7 % more and takes 1.4 times as long (the first dump: 248 and 178 MB/s, decoded and
-compared; a Debian image: 392 and 279); on botocore, at 1/10, it saves 14 % at the same speed.
+such data, unless it is text, level 3 saves up to 7 % more and takes 1.4 times as long (the first dump: 248 and 178
+MB/s, decoded and compared; a Debian image: 392 and 279); on botocore, at 1/10, it saves 14 % at the same speed.
 
 The samples predict 149 blocks of 150 (a Debian and a generated image, botocore, a dump). The previous block predicted
 141, and had to be waited for."""
@@ -79,6 +80,13 @@ LAZY_BYTES_MIN = 3 * MIB
 """At these levels zstd's minimum match of 5 bytes hides longer matches: with 6 the search is 5 to 20 % faster, and
 level 9 with 4 MiB saves 0.9 % of botocore and 0.5 % of a dump, and costs 0.1 % on a Debian image. In smaller blocks it
 costs up to 2 % on a dump."""
+TEXT_GAIN, LONG_TEXT_GAIN = 0.96, 0.92
+"""A block between HARD_SHARE and HARDER_SHARES whose samples at level 3 are below TEXT_GAIN of their size at level 1 is
+text and keeps level 3: its blocks are 5 to 14 % smaller than at level 2 and take 1.2 to 1.5 times as long. Samples of a
+Debian image's programs are 1.0 or more: level 3 stores 3 to 8 % more of them."""
+LONG_TEXT: Mapping[int, int] = {CompressionParameter.hash_log: 18, CompressionParameter.chain_log: 17}
+"""Below LONG_TEXT_GAIN tables of twice zstd's default save 3 % more: 10,000 text files of 1 to 8 KiB take 13.1 MB, 13.6
+at level 3 and 15.8 at level 2, at 1.4, 1.2 and 1.0 times the time."""
 HARDER_SHARES = 0.5, 0.75
 HARDER: Mapping[int, int] = {CompressionParameter.hash_log: 17}
 """Between these shares, as for a dump at 0.61, level 2 has a table of 2^17 in place of 2^16: 4.5 % fewer bytes at 0.85
@@ -132,15 +140,26 @@ def _sample(raw: U8, sample_bytes: int) -> U8:
     return np.concatenate([raw[start : start + sample_bytes] for start in starts])
 
 
-def _hardness(raw: U8, encoder: FrameEncoder) -> float:
-    """Return the compressed share of samples of a block, 0 for a small block.
+@frozen
+class SampledBlock:
+    """What samples of a block show. Samples, since a prediction by the previous block would make blocks wait."""
 
-    Samples, since a prediction by the previous block would make blocks wait for each other.
-    """
+    hardness: float
+    """Their compressed share at level 1; 0 for a small block."""
+    gain: float
+    """Their size at level 3 by that at level 1, where HARD_SHARE and HARDER_SHARES ask for it; otherwise 1."""
+
+
+def _sampled(raw: U8, encoder: FrameEncoder, options: Mapping[int, int]) -> SampledBlock:
+    """Compress samples of a block; `options`: those of level 3."""
     if len(raw) < SAMPLED_BYTES_MIN:
-        return 0.0
+        return SampledBlock(0.0, 1.0)
     sample = _sample(raw, SAMPLE_BYTES)
-    return encoder.encoded_bytes(sample, SAMPLED) / len(sample)
+    quick_bytes = encoder.encoded_bytes(sample, SAMPLED)
+    hardness = quick_bytes / len(sample)
+    if hardness * HARD_SHARE <= 1 or hardness > HARDER_SHARES[0]:
+        return SampledBlock(hardness, 1.0)
+    return SampledBlock(hardness, encoder.encoded_bytes(sample, options) / quick_bytes)
 
 
 class AdaptiveSearch:
@@ -169,7 +188,9 @@ class AdaptiveSearch:
         """
         longer = _longer(self._level, len(raw))
         if not self._far or len(raw) < FAR_BYTES_MIN:
-            options = self._options if self._quick is None else self._as_hard(_hardness(raw, encoder), self._quick)
+            options = self._options
+            if self._quick is not None:
+                options = self._as_hard(_sampled(raw, encoder, options), self._quick)
             return encode_block(raw, container_layout.RAW, 0, encoder, {**options, **_seeing(len(raw)), **longer})
         ways = [self._long, {**self._long, **longer} if longer else self._dense]
         if self._plain is not None:
@@ -195,9 +216,11 @@ class AdaptiveSearch:
         deep = {**self._options, **deepen(self._level)}
         return encoder.encoded_bytes(sample, self._plain) < encoder.encoded_bytes(sample, deep)
 
-    def _as_hard(self, hardness: float, quick: Mapping[int, int]) -> Mapping[int, int]:
-        """Return the options for a block whose samples compress to the share `hardness`."""
-        if hardness * HARD_SHARE <= 1:
+    def _as_hard(self, sampled: SampledBlock, quick: Mapping[int, int]) -> Mapping[int, int]:
+        """Return the options for a block whose samples compress so."""
+        if sampled.hardness * HARD_SHARE <= 1:
             return self._options
+        if sampled.gain < TEXT_GAIN:
+            return {**self._options, **LONG_TEXT} if sampled.gain < LONG_TEXT_GAIN else self._options
         least, most = HARDER_SHARES
-        return {**quick, **HARDER} if least < hardness <= most else quick
+        return {**quick, **HARDER} if least < sampled.hardness <= most else quick

@@ -202,3 +202,13 @@ def test_archive_level_also_tries_longer_matches() -> None:
     encoder.frames = 0
     assert AdaptiveSearch(options, far=True).encode(raw, encoder).stored_bytes == min(alone)
     assert encoder.frames == 2
+
+
+def test_level_3_keeps_its_level_for_text() -> None:
+    """Text compresses to a third, as programs do, but a deeper search saves a sixth of it."""
+    text, encoder = as_array(text_like(4_000_000, 7)), FrameEncoder(OPTIONS)
+    options = {**OPTIONS, CompressionParameter.window_log: 22}
+    quick = encoder.encode(text, None, {**options, CompressionParameter.compression_level: 2})
+    deep = bytes(encoder.encode(text, None, {**options, **module.LONG_TEXT}))
+    assert len(deep) < 0.86 * len(quick)
+    assert bytes(AdaptiveSearch(OPTIONS, far=False).encode(text, encoder).payload) == deep
