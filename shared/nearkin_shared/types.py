@@ -195,6 +195,50 @@ class Pieces:
 
 
 @frozen
+class StoredChunks:
+    """Consecutive chunks of a stored version, without their bytes.
+
+    `names` uint8[n, 32]; `lengths` uint32[n], bytes; none of them is a built-in zero chunk.
+    """
+
+    names: U8
+    lengths: U32
+    locations: Locations
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def take(self, which: slice) -> StoredChunks:
+        """Return some of the chunks."""
+        return StoredChunks(self.names[which], self.lengths[which], self.locations.take(which))
+
+    @staticmethod
+    def join(parts: Sequence[StoredChunks]) -> StoredChunks:
+        """Return the chunks of one or more parts, in order."""
+        return StoredChunks(
+            np.concatenate([part.names for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            Locations.join([part.locations for part in parts]),
+        )
+
+
+@frozen
+class ClaimedRows:
+    """Rows of a batch whose chunks a source took over from a stored version.
+
+    The payload has no bytes of them. `rows` intp[n], ascending.
+    """
+
+    rows: NDArray[np.intp]
+    locations: Locations
+
+    def within(self, chunks: slice) -> ClaimedRows:
+        """Return those of consecutive chunks, counted from the first of these."""
+        first, last = np.searchsorted(self.rows, (chunks.start, chunks.stop)).tolist()
+        return ClaimedRows(self.rows[first:last] - chunks.start, self.locations.take(slice(first, last)))
+
+
+@frozen
 class SegmentBatch:
     """Segments of one or more blobs in stream order: the chunker's output.
 
@@ -209,6 +253,7 @@ class SegmentBatch:
     chunk_bounds: U32
     blobs: U32
     segment_ids: U8
+    claimed: ClaimedRows | None = None
 
     @property
     def segments(self) -> int:
@@ -236,6 +281,7 @@ class SegmentBatch:
             chunk_bounds=self.chunk_bounds[segments.start : segments.stop + 1] - np.uint32(chunks.start),
             blobs=self.blobs[segments],
             segment_ids=self.segment_ids[segments],
+            claimed=None if self.claimed is None else self.claimed.within(chunks),
         )
 
 

@@ -57,7 +57,7 @@ from nearkin_shared.retention import retain_until_us
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.types import U32, ContainerId, FreshBatch, Locations, SegmentBatch
+from nearkin_shared.types import U32, ContainerId, FreshBatch, Locations, SegmentBatch, StoredChunks
 from nearkin_shared.utils.failpoints import failpoint
 from nearkin_shared.utils.frozen import frozen
 from nearkin_shared.utils.memory import large_from_system, one_heap
@@ -238,6 +238,30 @@ class EmbeddedWriter:
         blob.spliced.append(Splice(blob.fresh_bytes, segments, lengths))
         blob.size_bytes += size_bytes
         blob.ledger += Ledger(logical_bytes=size_bytes)
+
+    def take_over(self, blob: BlobTransfer, chunks: StoredChunks) -> None:
+        """Append stored chunks to the blob in transfer without reading them; a chunk ends before and after.
+
+        They are of a version as `splice` requires it. Unlike spliced segments they share segments with the bytes
+        before and after, so that versions with a few changes have the segments of a version that was read as a whole.
+        """
+        self.end_chunk()
+        ends, first = np.cumsum(chunks.lengths, dtype=np.int64), 0
+        while first < len(chunks):
+            done_bytes = int(ends[first - 1]) if first else 0
+            last = int(np.searchsorted(ends, done_bytes + len(self._arena) - self._used, side="right"))
+            if last == first:  # it does not fit
+                self._fill()
+                continue
+            part = chunks.take(slice(first, last))
+            size_bytes = int(ends[last - 1]) - done_bytes
+            run = self._runs[-1]
+            self._used += size_bytes
+            self._runs[-1] = BlobRun(blob.number, run.start, self._used, True, ends_segment=False, stored=part)
+            self._runs.append(BlobRun(blob.number, self._used, self._used, False))
+            blob.size_bytes += size_bytes
+            blob.fresh_bytes += size_bytes
+            first = last
 
     def checkpoint(
         self, blob: BlobTransfer, key: str, metadata: Mapping[str, str], end: Iterable[bytes], digest: bytes

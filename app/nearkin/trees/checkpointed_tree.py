@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from nearkin.trees.file_content import FileProgress, PartialFile
     from nearkin_shared.formats.tree_entry_group import TreeEntry
     from nearkin_shared.results import PutResult
-    from nearkin_shared.types import U32, Locations
+    from nearkin_shared.types import U32, Locations, StoredChunks
 
 HELD_BYTES_MAX = 16 << 20
 """New bytes up to it are held, and sent with the tree: few changes need no checkpoint."""
@@ -233,6 +233,10 @@ class CheckpointSink:
     def splice(self, segments: Locations, lengths: U32) -> None:
         """Refuse: a server takes no segments of earlier versions. Raises BadInput."""
         raise BadInput("segments of an earlier version cannot be taken over through a server")
+
+    def take_over(self, chunks: StoredChunks) -> None:
+        """Refuse: a server takes no chunks of earlier versions. Raises BadInput."""
+        raise BadInput("chunks of an earlier version cannot be taken over through a server")
 
     def copy_range(self, start: int, stop: int, source: int = 0) -> None:
         """Append the bytes [start, stop) of a source."""

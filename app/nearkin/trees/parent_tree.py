@@ -1,10 +1,11 @@
 """Find the entries of the newest tree, and take over its segments.
 
     entries of the parent, in order  ->  OrderedEntries.find(folder, name)
-    unchanged files, in order        ->  ReusedContent.add: whole segments are spliced, the bytes of partial
-                                         ones are read from the parent and written again
+    unchanged files, in order        ->  ReusedContent.add: whole segments are spliced, of partial ones whole chunks
+                                         are taken over, and the bytes of partial chunks are read from the parent
+                                         and written again
 
-Invariant: the spliced and rewritten bytes are the content of the added files, in order.
+Invariant: the spliced, taken over and rewritten bytes are the content of the added files, in order.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from nearkin.trees.tree_writer import TreeWriter
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.tree_entry_group import EntryFlag
+from nearkin_shared.reading.chunk_ranges import ChunkRanges
 from nearkin_shared.reading.tree_reader import EntryGroup, PlacedEntry, ReadRange, TreeReader
 from nearkin_shared.storage.container_graph import reachable_containers
 from nearkin_shared.storage.containers import ContainerStore
@@ -58,6 +60,8 @@ class ParentTree(NamedTuple):
     manifest: Manifest | None
     """None: the version is on a server, which takes ranges of it."""
     read_range: ReadRange
+    chunks: ChunkRanges | None = None
+    """None: on a server."""
     remote: RemoteSource = RemoteSource(0)
 
     @property
@@ -349,19 +353,19 @@ class ReusedContent:
     def _take_segments(
         self, parent: ParentTree, manifest: Manifest, start: int, stop: int, stops: Sequence[int]
     ) -> None:
-        """Splice the whole segments of a range of the parent, and write the rest of it again."""
+        """Splice the whole segments of a range of the parent, and take over the chunks of the rest."""
         ends = self._segment_ends(manifest)
         first = bisect_left(ends, start)  # segments behind it begin inside the range
         last = bisect_right(ends, stop) - 1
         if last > first:
             lengths = manifest.lengths
             assert lengths is not None
-            self._rewrite(parent, start, ends[first], stops)
+            self._take_chunks(parent, start, ends[first], stops)
             rows = slice(first, last)
             self._tree.splice(manifest.segments.take(rows), lengths[rows])
-            self._rewrite(parent, ends[last], stop, stops)
+            self._take_chunks(parent, ends[last], stop, stops)
         else:
-            self._rewrite(parent, start, stop, stops)
+            self._take_chunks(parent, start, stop, stops)
 
     def _segment_ends(self, manifest: Manifest) -> list[int]:
         """Return 0 and the end of each segment: segment i is ends[i] to ends[i + 1]."""
@@ -372,6 +376,15 @@ class ReusedContent:
             else:
                 self._ends[id(manifest)] = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
         return self._ends[id(manifest)]
+
+    def _take_chunks(self, parent: ParentTree, start: int, stop: int, stops: Sequence[int]) -> None:
+        """Take over the whole chunks of a range of the parent, and write the rest of it again."""
+        assert parent.chunks is not None
+        for begin, end, chunks in parent.chunks.within(start, stop) if start < stop else ():
+            self._rewrite(parent, start, begin, stops)
+            self._tree.take_over(chunks)
+            start = end
+        self._rewrite(parent, start, stop, stops)
 
     def _rewrite(self, parent: ParentTree, start: int, stop: int, stops: Sequence[int]) -> None:
         """Write a range of the parent again, file by file, so that chunks end where they did."""

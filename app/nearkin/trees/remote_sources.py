@@ -98,7 +98,7 @@ class RemoteSources:
         if is_checkpoint:
             self.versions.append(info)
         remote = RemoteSource(len(self.versions) - 1, dict(info.metadata) if is_checkpoint else None)
-        self._parents.append(ParentTree(reader, None, read_range, remote))
+        self._parents.append(ParentTree(reader, None, read_range, remote=remote))
 
     def parents(self) -> list[ParentTree]:
         """Return the trees, the newest checkpoint first and the base last."""

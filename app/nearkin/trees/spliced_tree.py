@@ -1,7 +1,8 @@
 """Put a tree of new bytes and of ranges of other versions: the source of a put.
 
     check: entry groups, index and the digests of new files, before the put begins
-    feed:  new bytes -> cut, deduplicated      ranges -> whole segments are spliced, the rest is read and written again
+    feed:  new bytes -> cut, deduplicated
+           ranges -> whole segments are spliced, of others whole chunks are taken over, the rest is read and written
 
 Invariant: a tree is committed only if its groups and its index agree with its digest, its entries with its size, and
 its new files with their entries. The sources are read once the put has begun: GC deletes nothing of them from then on.
@@ -157,6 +158,7 @@ class SplicedTree:
             sources = CopySources(
                 [self._sound(source) for source in self._sources],
                 lambda manifest, start, stop: self._store.blob(manifest, start, stop).read(),
+                lambda manifest, start, stop: self._store.blob(manifest, start, stop).chunks(),
             )
             fresh_bytes = 0
             self._file.seek(0)
@@ -188,17 +190,28 @@ class SplicedTree:
     def _copy(
         self, writer: EmbeddedWriter, blob: BlobTransfer, base: Manifest, window: SegmentWindow, copied: CopiedRange
     ) -> None:
-        """Splice the whole segments of a range; read and write the parts of others."""
+        """Splice the whole segments of a range; take over the chunks of others."""
         start, stop = copied
         ends = window.ends
         first = bisect_left(ends, start)
         last = bisect_right(ends, stop) - 1
         if last > first:
             assert base.lengths is not None
-            self._write_range(writer, blob, window, start, ends[first])
+            self._take_chunks(writer, blob, window, start, ends[first])
             rows = slice(first, last)
             writer.splice(blob, base.segments.take(rows), base.lengths[rows])
             start = ends[last]
+        self._take_chunks(writer, blob, window, start, stop)
+
+    def _take_chunks(
+        self, writer: EmbeddedWriter, blob: BlobTransfer, window: SegmentWindow, start: int, stop: int
+    ) -> None:
+        """Take over the whole chunks of a range; read and write the rest."""
+        assert window.chunks is not None
+        for begin, end, chunks in window.chunks.within(start, stop) if start < stop else ():
+            self._write_range(writer, blob, window, start, begin)
+            writer.take_over(blob, chunks)
+            start = end
         self._write_range(writer, blob, window, start, stop)
 
     def _write_range(

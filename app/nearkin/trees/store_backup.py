@@ -21,6 +21,7 @@ from nearkin.trees.backup_walk import BackupCounts, BackupOptions
 from nearkin.trees.parent_tree import ParentTree
 from nearkin_shared.errors import BadInput, Corrupt, NotFound, RetentionActive
 from nearkin_shared.formats.manifest import Manifest, encode_metadata
+from nearkin_shared.reading.chunk_ranges import ChunkRanges, PlacedChunks
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.reading.tree_reader import TreeReader
 from nearkin_shared.results import CONTENT_TYPE_TREE, HOST, PATHS, TAGS, PutResult
@@ -154,6 +155,9 @@ def _parent(store: TreeStore, key: str, version: int | None = None) -> ParentTre
     def read_range(start: int, stop: int) -> bytes:
         return store.blob(manifest, start, stop).read()
 
+    def find_chunks(start: int, stop: int) -> Iterator[PlacedChunks]:
+        return store.blob(manifest, start, stop).chunks()
+
     try:
         manifest = store.manifest(key, version)
         if not manifest.is_tree:
@@ -167,4 +171,4 @@ def _parent(store: TreeStore, key: str, version: int | None = None) -> ParentTre
     except Corrupt as err:
         _log.warning("%r: its newest version is damaged, all files are read: %s", key, err)
         return None
-    return ParentTree(reader, manifest, read_range)
+    return ParentTree(reader, manifest, read_range, ChunkRanges(find_chunks, manifest.size_bytes))

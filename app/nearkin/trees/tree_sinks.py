@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nearkin.embedded.blob_transfer import BlobTransfer
     from nearkin.embedded.runner import EmbeddedWriter
     from nearkin_shared.results import PutResult
-    from nearkin_shared.types import U32, Locations
+    from nearkin_shared.types import U32, Locations, StoredChunks
 
 STREAM_BUFFER_BYTES = 1 << 20
 COPIED_RECORDS_MAX = RECORDS_MAX // 2
@@ -55,6 +55,9 @@ class TreeSink(SupportsBorders, Protocol):
 
     def splice(self, segments: Locations, lengths: U32) -> None:
         """Append stored segments of these lengths."""
+
+    def take_over(self, chunks: StoredChunks) -> None:
+        """Append stored chunks."""
 
     def copy_range(self, start: int, stop: int, source: int = 0) -> None:
         """Append the bytes [start, stop) of a parent on a server, the source of this number."""
@@ -105,6 +108,10 @@ class StoreSink:
     def splice(self, segments: Locations, lengths: U32) -> None:
         """Append stored segments of these lengths."""
         self._writer.splice(self._blob, segments, lengths)
+
+    def take_over(self, chunks: StoredChunks) -> None:
+        """Append stored chunks."""
+        self._writer.take_over(self._blob, chunks)
 
     def copy_range(self, start: int, stop: int, source: int = 0) -> None:
         """Refuse: segments are taken over from a parent in this store. Raises BadInput."""
@@ -160,6 +167,10 @@ class StreamSink:
     def splice(self, segments: Locations, lengths: U32) -> None:
         """Refuse: a server takes no segments of earlier versions. Raises BadInput."""
         raise BadInput("segments of an earlier version cannot be taken over through a server")
+
+    def take_over(self, chunks: StoredChunks) -> None:
+        """Refuse: a server takes no chunks of earlier versions. Raises BadInput."""
+        raise BadInput("chunks of an earlier version cannot be taken over through a server")
 
     def copy_range(self, start: int, stop: int, source: int = 0) -> None:
         """Refuse: the stream has bytes alone. Raises BadInput."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nearkin.trees.tree_sinks import SupportsBorders, TreeSink
     from nearkin_shared.reading.tree_reader import EntryGroup
     from nearkin_shared.results import PutResult
-    from nearkin_shared.types import U32, Locations
+    from nearkin_shared.types import U32, Locations, StoredChunks
 
 CHUNK_BYTES_MIN = 2048
 """Smaller files share a chunk with their neighbours: an entry of the index for each would cost more than it saves."""
@@ -225,6 +225,11 @@ class TreeWriter:
     def splice(self, segments: Locations, lengths: U32) -> None:
         """Take over stored segments."""
         self._sink.splice(segments, lengths)
+        self._borders = FileBorders(self._sink)
+
+    def take_over(self, chunks: StoredChunks) -> None:
+        """Take over stored chunks."""
+        self._sink.take_over(chunks)
         self._borders = FileBorders(self._sink)
 
     def copy_range(self, start: int, stop: int, source: int) -> None:

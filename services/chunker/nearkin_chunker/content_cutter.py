@@ -94,6 +94,11 @@ class ContentCutter:
         """End the item, all of whose bytes are cut; the next one starts here."""
         self._enter(_Region())
 
+    def skip_to(self, offset: int) -> None:
+        """Pass over chunks that were cut before; the next item starts at `offset`."""
+        self._offset = offset
+        self._enter(_Region())
+
     def state_at(self, offset: int) -> CutState:
         """Return the state at a chunk's start that this cutter has passed."""
         region = self._marks[bisect_right(self._marks, offset, key=lambda mark: mark[0]) - 1][1]

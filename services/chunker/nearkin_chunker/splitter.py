@@ -111,8 +111,7 @@ class Cutter:
         """Return the runs of the carried bytes, joined with the first run of the arena."""
         if not self._open_runs:
             return [first]
-        base = first.start - self._carried
-        runs = [replace(run, start=run.start + base, stop=run.stop + base) for run in self._open_runs]
+        runs = [run.moved(first.start - self._carried) for run in self._open_runs]
         if runs[-1].final:
             return [*runs, first]
         return [*runs[:-1], replace(first, start=runs[-1].start)]
@@ -132,11 +131,7 @@ class Cutter:
         assert self._cutting is not None
         self._state = self._cutting.state_at(start)
         self._carry[: self._carried] = arena[start : last.stop]
-        self._open_runs = [
-            replace(run, start=max(run.start, start) - start, stop=run.stop - start)
-            for run in runs[first:]
-            if run.stop > start or run is last
-        ]
+        self._open_runs = [run.clipped(start) for run in runs[first:] if run.stop > start or run is last]
 
 
 def _ends_segment(run: BlobRun) -> bool:

@@ -9,6 +9,8 @@ fingerprints decide, never above its bound in bytes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from nearkin_chunker.chunking_algorithms import chunker
@@ -19,7 +21,17 @@ from nearkin_shared.config.settings import Settings
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.limits import MIB, SEGMENT_BYTES_MAX
 from nearkin_shared.pipeline.stage import LookupRequest, LookupResults
-from nearkin_shared.types import NAME_BYTES, U8, U32, Bools, SegmentBatch, offsets_of
+from nearkin_shared.types import (
+    NAME_BYTES,
+    U8,
+    U32,
+    Bools,
+    ClaimedRows,
+    Locations,
+    SegmentBatch,
+    StoredChunks,
+    offsets_of,
+)
 from nearkin_shared.utils.frozen import frozen
 
 SEGMENT_CHUNKS_TARGET = 16
@@ -32,7 +44,7 @@ STEP_BYTES = 4 * MIB
 class BlobRun:
     """Bytes [start, stop) of the payload, of one blob.
 
-    A chunk and a segment end with a final run.
+    A chunk and a segment end with a final run. A run of `stored` chunks is final, and its bytes are undefined.
 
     The last run of a blob is final. A caller may end chunks or segments within a blob, such as at the border of a file.
     """
@@ -43,6 +55,23 @@ class BlobRun:
     final: bool
     ends_segment: bool = True
     """False: with a final run only the chunk ends, and the blob goes on with the next run."""
+    stored: StoredChunks | None = None
+    """Chunks that the blob takes over here from a stored version."""
+
+    def clipped(self, start: int) -> BlobRun:
+        """Return the run without what is before `start`, with offsets from there.
+
+        Of stored chunks `start` is a border.
+        """
+        stored, first = self.stored, max(self.start, start)
+        if stored is not None and first > self.start:
+            skipped = int(np.searchsorted(np.cumsum(stored.lengths, dtype=np.int64), first - self.start)) + 1
+            stored = stored.take(slice(skipped, None))
+        return BlobRun(self.blob, first - start, self.stop - start, self.final, self.ends_segment, stored)
+
+    def moved(self, offset: int) -> BlobRun:
+        """Return the run at offsets larger by `offset`."""
+        return replace(self, start=self.start + offset, stop=self.stop + offset)
 
 
 @frozen
@@ -103,7 +132,8 @@ class SegmentCutter:
         self._counts = list[int]()
         self._parts = [_NO_CHUNKS]
         self._unnamed = [_NO_CHUNKS[0]]
-        self._kinds: list[U8] = []
+        self._claimed: list[tuple[int, Locations]] = []
+        """First row of stored chunks, and their locations."""
         self._named = self._cut = start
         """Offsets up to which the payload is fingerprinted, and cut."""
 
@@ -114,6 +144,11 @@ class SegmentCutter:
             if number == len(self._counts):
                 self._counts.append(0)
             run = batch.runs[number]
+            if run.stored is not None:
+                if self._cut < run.stop:
+                    self._add_stored(run.stored)
+                    self._counts[number] = len(run.stored)
+                continue
             stop, reach = self._cut, STEP_BYTES
             while stop < run.stop:
                 stop = min(self._cut + reach, run.stop)
@@ -130,11 +165,17 @@ class SegmentCutter:
 
     def _cut_item(self, data: U8, final: bool) -> U32:
         """Return the lengths of the certain chunks at the start of `data`."""
-        if self._content is None:
-            return self._stage.cut(data, final)
-        lengths, kinds = self._content.cut(data, final)
-        self._kinds.append(kinds)
-        return lengths
+        return self._stage.cut(data, final) if self._content is None else self._content.cut(data, final)[0]
+
+    def _add_stored(self, stored: StoredChunks) -> None:
+        """Append chunks that are named already."""
+        self._name()
+        self._claimed.append((sum([len(lengths) for lengths, _, _ in self._parts]), stored.locations))
+        self._parts.append((stored.lengths, stored.names, np.zeros(len(stored), np.bool_)))
+        self._cut += int(stored.lengths.sum(dtype=np.int64))
+        self._named = self._cut
+        if self._content is not None:
+            self._content.skip_to(self._cut)
 
     def state_at(self, offset: int) -> CutState | None:
         """Return the state at the start of a chunk; None without `chunker.rules`."""
@@ -182,10 +223,19 @@ class SegmentCutter:
                 chunk_bounds,
                 np.concatenate(blobs) if blobs else np.zeros(0, np.uint32),
                 fingerprinter.name_segments(names[:kept], chunk_bounds),
+                self._claimed_rows(kept),
             ),
             consumed,
             self.state_at(consumed),
         )
+
+    def _claimed_rows(self, kept: int) -> ClaimedRows | None:
+        """Return which of the first `kept` chunks are stored."""
+        if not self._claimed:
+            return None
+        rows = [np.arange(first, first + len(locations), dtype=np.intp) for first, locations in self._claimed]
+        locations = Locations.join([locations for _, locations in self._claimed])
+        return ClaimedRows(np.concatenate(rows), locations).within(slice(0, kept))
 
     def _name(self) -> None:
         """Fingerprint the chunks cut since the last call."""

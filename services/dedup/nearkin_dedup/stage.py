@@ -24,7 +24,7 @@ class DedupStage:
         self._scopes = scopes
 
     def reads(self, batch: SegmentBatch, facts: LookupResults) -> LookupRequest | None:
-        """Request all segments; then the chunks of unknown segments, except chunks of zeros."""
+        """Request all segments; then chunks of unknown ones, except zeros and claimed chunks."""
         if facts.segments is None:
             return LookupRequest(segment_ids=batch.segment_ids)
         if facts.chunks is None:
@@ -42,6 +42,9 @@ class DedupStage:
         locations = Locations.empty(count)
         locations.containers[asked] = facts.chunks.locations.containers
         locations.ordinals[asked] = facts.chunks.locations.ordinals
+        if batch.claimed is not None:
+            locations.containers[batch.claimed.rows] = batch.claimed.locations.containers
+            locations.ordinals[batch.claimed.rows] = batch.claimed.locations.ordinals
         first = np.arange(count, dtype=np.int64)
         unknown = np.flatnonzero(~known)
         scopes = None
@@ -59,10 +62,15 @@ class DedupStage:
         )
 
     def _asked(self, batch: SegmentBatch, segment_known: Bools) -> Bools:
-        """Return a mask of the chunks to look up: of unknown, unrepeated segments, not zeros."""
+        """Return a mask of the chunks to look up.
+
+        They are of unknown, unrepeated segments, and neither zeros nor claimed.
+        """
         first = first_occurrence(_with_scope(batch.segment_ids, self._scopes))
         skipped = segment_known | (first != np.arange(len(first)))
         asked: Bools = np.repeat(~skipped, np.diff(batch.chunk_bounds)) & ~batch.zero
+        if batch.claimed is not None:
+            asked[batch.claimed.rows] = False
         return asked
 
 

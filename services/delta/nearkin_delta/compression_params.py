@@ -142,7 +142,10 @@ def _sample(raw: U8, sample_bytes: int) -> U8:
 
 @frozen
 class SampledBlock:
-    """What samples of a block show. Samples, since a prediction by the previous block would make blocks wait."""
+    """What samples of a block show.
+
+    Samples, since a prediction by the previous block would make blocks wait for each other.
+    """
 
     hardness: float
     """Their compressed share at level 1; 0 for a small block."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +19,7 @@ from nearkin_shared.reading.segment_window import SegmentWindow
 
 if TYPE_CHECKING:
     from nearkin_shared.formats.manifest import Manifest
+    from nearkin_shared.reading.chunk_ranges import PlacedChunks
 
 WINDOWS_MAX = 4
 """A tree alternates between its base and the checkpoints of one run or two."""
@@ -33,10 +35,16 @@ class SourceVersion(NamedTuple):
 class CopySources:
     """The versions that ranges are copied of. Not to be shared between threads."""
 
-    def __init__(self, manifests: Sequence[Manifest], read: Callable[[Manifest, int, int], bytes]) -> None:
-        """`read`: returns bytes [start, stop) of a version, verified."""
+    def __init__(
+        self,
+        manifests: Sequence[Manifest],
+        read: Callable[[Manifest, int, int], bytes],
+        find: Callable[[Manifest, int, int], Iterator[PlacedChunks]] | None = None,
+    ) -> None:
+        """`read`: returns bytes [start, stop) of a version, verified; `find`: its chunks."""
         self.manifests = manifests
         self._read = read
+        self._find = find
         self._starts = [0, *accumulate(manifest.size_bytes for manifest in manifests)]
         self._windows: OrderedDict[int, SegmentWindow] = OrderedDict()
 
@@ -48,6 +56,7 @@ class CopySources:
         if window is None:
             if len(self._windows) >= WINDOWS_MAX:
                 self._windows.popitem(last=False)
-            window = SegmentWindow(manifest, lambda start, stop: self._read(manifest, start, stop))
+            find = None if self._find is None else partial(self._find, manifest)
+            window = SegmentWindow(manifest, partial(self._read, manifest), find)
         self._windows[number] = window
         return manifest, window, self._starts[number]

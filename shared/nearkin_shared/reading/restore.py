@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.manifest import Manifest
+from nearkin_shared.reading.chunk_ranges import PlacedChunks
 from nearkin_shared.reading.chunk_reader import ChunkReader
 from nearkin_shared.reading.eviction_hints import EvictionHints
 from nearkin_shared.reading.read_ahead import ReadAhead
@@ -27,7 +28,17 @@ from nearkin_shared.reading.read_stats import ReadCosts
 from nearkin_shared.reading.tree_reader import TreeContentCheck, TreeReader
 from nearkin_shared.results import VersionInfo
 from nearkin_shared.storage.containers import ContainerRewritten, ContainerSource, ContainerStore, object_name
-from nearkin_shared.types import U8, U32, ZERO, ContainerId, Locations, distinct, group_by_container, offsets_of
+from nearkin_shared.types import (
+    U8,
+    U32,
+    ZERO,
+    ContainerId,
+    Locations,
+    StoredChunks,
+    distinct,
+    group_by_container,
+    offsets_of,
+)
 from nearkin_shared.utils.prefetch import PrefetchIterator
 from nearkin_shared.utils.thread_pool import SERIAL, ThreadPool, all_cores
 
@@ -184,6 +195,16 @@ class VersionReader:
                 )
 
         return check
+
+    def chunks(self) -> Iterator[PlacedChunks]:
+        """Yield the chunks with bytes of the range, a few MiB at a time, without reading them.
+
+        Raises Corrupt, StoreUnavailable.
+        """
+        for start, plan in self._range_plans():
+            stored = np.flatnonzero(plan.locations.containers != np.uint64(ZERO))
+            part, starts = plan.take(stored), offsets_of(plan.lengths)[stored].astype(np.int64)
+            yield PlacedChunks(starts + start, StoredChunks(part.names, part.lengths, part.locations))
 
     def tree(self) -> TreeReader:
         """Return a reader of the entries.

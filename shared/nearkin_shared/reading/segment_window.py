@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nearkin_shared.limits import SEGMENT_BYTES_MAX
+from nearkin_shared.reading.chunk_ranges import ChunkRanges, FindChunks
 
 if TYPE_CHECKING:
     from nearkin_shared.formats.manifest import Manifest
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 class SegmentWindow:
     """The ranges of one version, read one after the other. Not to be shared between threads."""
 
-    def __init__(self, manifest: Manifest, read: Callable[[int, int], bytes]) -> None:
-        """`read`: returns bytes [start, stop) of the version, verified."""
+    def __init__(self, manifest: Manifest, read: Callable[[int, int], bytes], find: FindChunks | None = None) -> None:
+        """`read`: returns bytes [start, stop) of the version, verified; `find`: its chunks."""
+        self.chunks = None if find is None else ChunkRanges(find, manifest.size_bytes)
         lengths = manifest.lengths
         self.ends: list[int] = [0] if lengths is None else [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
         """0 and the ends of the segments; 0 alone where these are not known."""

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from nearkin.lab.generated_data import text_like
 from nearkin.store import Store, open_store
 from nearkin.trees import tree_writer
 from nearkin.trees.backup import RECENT_NS
 from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
 from nearkin_shared.formats.tree_entry_group import TreeEntry
 from nearkin_shared.formats.tree_layout import GroupInfo
+from nearkin_shared.reading.restore import VersionReader
 
 FILES = 1500
 
@@ -117,3 +119,47 @@ def test_groups_of_unchanged_entries_are_copied(
         store.backup("k", [source])
         groups = len(store.tree("k").group_bounds()) - 1
     assert (len(calls), groups > encoded + 1) == (encoded, True)
+
+
+@pytest.fixture
+def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return how many bytes of contents each read of a version gave, from now on."""
+    found: list[int] = []
+    original = VersionReader.read
+
+    def counted(reader: VersionReader) -> bytes:
+        data = original(reader)
+        found.append(len(data))
+        return data
+
+    monkeypatch.setattr(VersionReader, "read", counted)
+    return found
+
+
+def test_scattered_changes_read_no_unchanged_files(tmp_path: Path, read_bytes: list[int]) -> None:
+    """Of 7 MB between 40 changed files only chunks that tiny files share are read from the version before."""
+    root = tmp_path / "source"
+    root.mkdir()
+    for number in range(1500):
+        (root / f"{number:05}").write_bytes(text_like(1_000 + number * 613 % 8_000, number))
+    _wait()
+    with open_store(tmp_path / "store", create=True) as store:
+        store.backup("k", [root])
+        for number in range(11, 1500, 37):
+            (root / f"{number:05}").write_bytes(text_like(5_000, 10_000 + number))
+        _wait()
+        read_bytes.clear()
+        result = store.backup("k", [root])
+        entries_bytes = 200_000
+        assert sum(read_bytes) < entries_bytes + 41 * 3_000
+        store.backup("k", [root], options=BackupOptions(comparison=ComparisonOptions(force_rescan=True)))
+        assert result.counts.unchanged_files == 1500 - 41
+        assert _segments(store, 2) < 1.05 * _segments(store, 3)  # some end where a changed file begins
+        store.restore("k", tmp_path / "target", version=2)
+        assert not store.verify().damage
+    subprocess.run(["diff", "-r", root, tmp_path / "target"], check=True)
+
+
+def _segments(store: Store, version: int) -> int:
+    """Return the number of segments of a version."""
+    return len(store._manifest("k", version).segments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from nearkin_shared.pipeline.stage import (
 )
 from nearkin_shared.storage.containers import ContainerStore
 from nearkin_shared.storage.manifests import ManifestStore
-from nearkin_shared.types import FreshBatch, Locations, Pieces, SegmentBatch
+from nearkin_shared.types import ClaimedRows, FreshBatch, Locations, Pieces, SegmentBatch
 from nearkin_shared.utils.thread_pool import ThreadPool
 from tests.support.data.stores import SMALL, settings
 
@@ -72,8 +73,6 @@ class Scripted:
         self.asked: list[LookupRequest] = []
 
     def answer(self, reads: LookupRequest, facts: LookupResults) -> LookupResults:
-        from dataclasses import replace
-
         self.asked.append(reads)
         if reads.segment_ids is not None:
             facts = replace(facts, segments=self._found(self.segments, reads.segment_ids))
@@ -155,6 +154,20 @@ def test_dedup_queries_no_known_segment_and_no_zeros() -> None:
     assert fresh.segment_known.tolist() == [number == 3 for number in range(batch.segments)]
 
 
+def test_dedup_takes_the_locations_of_claimed_chunks() -> None:
+    """Nothing is asked of them: an index of samples does not know every chunk."""
+    batch = segments(pieces(1, 2, 3, 2))
+    claimed = ClaimedRows(np.array([1, 3]), Locations(np.array([40, 41], np.uint64), np.array([5, 6], np.uint32)))
+    facts = Scripted()
+    fresh = run_stage(DedupStage(), replace(batch, claimed=claimed), facts)
+    (requested,) = (reads.names for reads in facts.asked if reads.names is not None)
+    assert requested.tobytes() == batch.names[[0, 2]].tobytes()
+    assert fresh.fresh.tolist() == [0, 2]
+    assert fresh.chunk_known.tolist() == [False, True, False, True]
+    assert fresh.chunk_locations.containers.tolist() == [0, 40, 0, 41]
+    assert fresh.chunk_locations.ordinals.tolist() == [0, 5, 0, 6]
+
+
 @pytest.mark.parametrize("algorithm", ["finesse", "ntransform", "odess", "none"])
 def test_sketch_by_a_pool_equals_that_of_one_thread(algorithm: str) -> None:
     chosen = settings(CHOSEN, {"features": {"algorithm": algorithm}})
@@ -234,8 +247,6 @@ class Near(Scripted):
     """The base is also the old neighbour of each gap."""
 
     def answer(self, reads: LookupRequest, facts: LookupResults) -> LookupResults:
-        from dataclasses import replace
-
         facts = super().answer(reads, facts)
         if reads.gaps is None:
             return facts
