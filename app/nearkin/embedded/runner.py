@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.embedded.blob_transfer import BlobTransfer, Splice
-from nearkin_chunker import STEP_BYTES, BlobRun
-from nearkin_chunker.splitter import CARRY_BYTES_MAX, Arenas, Cutter, FilledArena
+from nearkin_chunker.arena_filler import ArenaFiller
+from nearkin_chunker.splitter import Arenas, Cutter, FilledArena
 from nearkin_dedup import DedupStage
 from nearkin_delta import (
     ChunkCounts,
@@ -154,10 +154,6 @@ class EmbeddedWriter:
             resources=StageResources(self._encoding, True, self._in_flight, spares.prefixes, helpers),
         )
         self._arenas = spares.arenas
-        self._arena = self._arenas.take()
-        self._used = self._handed = CARRY_BYTES_MAX
-        """Up to where the arena is filled, and may be cut."""
-        self._runs: list[BlobRun] = []
         self._ended: list[BlobTransfer] = []
         self._by_number: dict[int, BlobTransfer] = {}
         self._blobs = 0
@@ -175,6 +171,11 @@ class EmbeddedWriter:
         self._cutter: InlineWorker[FilledArena | _Commit] | Worker[FilledArena | _Commit] = (
             InlineWorker(self._cut) if alone else Worker("cut", self._cut, QUEUE_BATCHES)
         )
+        self._filler = ArenaFiller(self._arenas, self._cutter.put, self._cutter.add)
+        self.window: Callable[[], memoryview] = self._filler.window
+        """Returns where the next bytes of the blob in transfer may be written; never empty."""
+        self.end_chunk: Callable[..., None] = self._filler.end_chunk
+        """Ends a chunk of the blob in transfer; with `ends_segment=True` a segment as well."""
 
     def __enter__(self) -> Self:
         return self
@@ -191,7 +192,7 @@ class EmbeddedWriter:
     ) -> BlobTransfer:
         """Start a blob; its bytes follow through `window` and `advance`."""
         blob = self._register(key, metadata, sha256, precondition)
-        self._runs.append(BlobRun(blob.number, self._used, self._used, False))
+        self._filler.begin(blob.number)
         return blob
 
     def _register(
@@ -202,30 +203,13 @@ class EmbeddedWriter:
         self._blobs += 1
         return blob
 
-    def window(self) -> memoryview:
-        """Return where the blob's next bytes may be written."""
-        if self._used == len(self._arena):
-            self._fill()
-        return self._arena.data[self._used :]
-
     def advance(self, blob: BlobTransfer, count: int) -> None:
         """Take `count` bytes that were written to the window."""
         if not blob.is_tree:
-            blob.hasher.update(self._arena.data[self._used : self._used + count])
+            blob.hasher.update(self.window()[:count])
         blob.size_bytes += count
         blob.fresh_bytes += count
-        self._used += count
-        run = self._runs[-1]
-        self._runs[-1] = BlobRun(run.blob, run.start, self._used, False)
-        if self._used - self._handed >= STEP_BYTES and self._used < len(self._arena):
-            self._cutter.add(FilledArena(self._arena, tuple(self._runs), full=False))
-            self._handed = self._used
-
-    def end_chunk(self, *, ends_segment: bool = False) -> None:
-        """End a chunk of the blob in transfer; with `ends_segment` a segment as well."""
-        run = self._runs[-1]
-        self._runs[-1] = BlobRun(run.blob, run.start, run.stop, True, ends_segment)
-        self._runs.append(BlobRun(run.blob, run.stop, run.stop, False))
+        self._filler.advance(count)
 
     def splice(self, blob: BlobTransfer, segments: Locations, lengths: U32) -> None:
         """Append stored segments, of these lengths, to the blob in transfer without reading them.
@@ -240,28 +224,15 @@ class EmbeddedWriter:
         blob.ledger += Ledger(logical_bytes=size_bytes)
 
     def take_over(self, blob: BlobTransfer, chunks: StoredChunks) -> None:
-        """Append stored chunks to the blob in transfer without reading them; a chunk ends before and after.
+        """Append stored chunks to the blob in transfer without reading them.
 
         They are of a version as `splice` requires it. Unlike spliced segments they share segments with the bytes
         before and after, so that versions with a few changes have the segments of a version that was read as a whole.
         """
-        self.end_chunk()
-        ends, first = np.cumsum(chunks.lengths, dtype=np.int64), 0
-        while first < len(chunks):
-            done_bytes = int(ends[first - 1]) if first else 0
-            last = int(np.searchsorted(ends, done_bytes + len(self._arena) - self._used, side="right"))
-            if last == first:  # it does not fit
-                self._fill()
-                continue
-            part = chunks.take(slice(first, last))
-            size_bytes = int(ends[last - 1]) - done_bytes
-            run = self._runs[-1]
-            self._used += size_bytes
-            self._runs[-1] = BlobRun(blob.number, run.start, self._used, True, ends_segment=False, stored=part)
-            self._runs.append(BlobRun(blob.number, self._used, self._used, False))
-            blob.size_bytes += size_bytes
-            blob.fresh_bytes += size_bytes
-            first = last
+        size_bytes = int(chunks.lengths.sum(dtype=np.int64))
+        self._filler.take_over(chunks)
+        blob.size_bytes += size_bytes
+        blob.fresh_bytes += size_bytes
 
     def checkpoint(
         self, blob: BlobTransfer, key: str, metadata: Mapping[str, str], end: Iterable[bytes], digest: bytes
@@ -273,20 +244,18 @@ class EmbeddedWriter:
         """
         self.end_chunk(ends_segment=True)
         if not blob.seeks_bases:
-            self._fill()  # the parts of `end` are a batch of their own
+            self._filler.fill()  # the parts of `end` are a batch of their own
         copy = self._register(key, metadata, None)
         copy.is_tree, copy.tree_digest = True, digest
         copy.prefix = (blob, blob.fresh_bytes, len(blob.spliced))
-        open_run = self._runs.pop()
-        self._runs.append(BlobRun(copy.number, open_run.start, open_run.stop, False))
+        self._filler.switch(copy.number)
         for part in end:
             self.write(copy, part)
             self.end_chunk()
         copy.size_bytes += blob.size_bytes
-        run = self._runs[-1]
-        self._runs[-1] = BlobRun(run.blob, run.start, run.stop, True)
-        self._fill()
-        self._runs = [BlobRun(blob.number, self._used, self._used, False)]
+        self._filler.end()
+        self._filler.fill()
+        self._filler.begin(blob.number)
         self._cutter.put(_Commit((copy,), seal=True))
         return copy.done
 
@@ -311,16 +280,14 @@ class EmbeddedWriter:
 
     def end(self, blob: BlobTransfer) -> None:
         """End a blob; it is committed with its group."""
-        run = self._runs[-1]
-        self._runs[-1] = BlobRun(run.blob, run.start, run.stop, True)
+        self._filler.end()
         self._ended.append(blob)
         if len(self._ended) >= GROUP_BLOBS_MAX:
             self.flush()
 
     def flush(self) -> None:
         """Commit all blobs that ended; wait until they are durable. Raises what went wrong."""
-        if self._runs:
-            self._fill()
+        self._filler.flush()
         self._cutter.put(_Commit(tuple(self._ended), seal=True))
         self._ended = []
         self._cutter.drain()
@@ -335,7 +302,7 @@ class EmbeddedWriter:
             self.abort(failed=isinstance(err, Exception))
             raise
         with ExitStack() as steps:  # from the last one up; each is done, whatever interrupts another
-            steps.callback(self._arenas.give_back, self._arena)
+            steps.callback(self._filler.close)
             steps.callback(self._in_flight.end)
             if self._encoding is not None:
                 steps.callback(self._encoding.shutdown)
@@ -372,13 +339,6 @@ class EmbeddedWriter:
     def _publish_if_possible(self) -> None:
         with suppress(NearkinError):  # else the writer next finds that the index is behind, and does it
             self._publish()
-
-    def _fill(self) -> None:
-        """Hand the arena on and start the next."""
-        last = self._runs[-1]
-        self._cutter.put(FilledArena(self._arena, tuple(self._runs)))
-        self._arena, self._used, self._handed = self._arenas.take(), CARRY_BYTES_MAX, CARRY_BYTES_MAX
-        self._runs = [] if last.final else [BlobRun(last.blob, self._used, self._used, False)]
 
     def _cut(self, item: FilledArena | _Commit) -> None:
         if isinstance(item, _Commit):

@@ -353,7 +353,7 @@ class ReusedContent:
     def _take_segments(
         self, parent: ParentTree, manifest: Manifest, start: int, stop: int, stops: Sequence[int]
     ) -> None:
-        """Splice the whole segments of a range of the parent, and take over the chunks of the rest."""
+        """Splice whole segments of a range of the parent; take over chunks of the rest."""
         ends = self._segment_ends(manifest)
         first = bisect_left(ends, start)  # segments behind it begin inside the range
         last = bisect_right(ends, stop) - 1
