@@ -142,7 +142,7 @@ def _sample(raw: U8, sample_bytes: int) -> U8:
 
 @frozen
 class SampledBlock:
-    """What samples of a block show.
+    """The results of compressing samples of a block.
 
     Samples, since a prediction by the previous block would make blocks wait for each other.
     """
