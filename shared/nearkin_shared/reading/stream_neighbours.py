@@ -5,7 +5,7 @@ Invariant: only directories are read, each once per lookup; an unreadable chunk 
 The chunks stored between two chunks are those that a changed version most likely changed (locality):
 
     fresh     . . L  f f f  R . .
-    stored    . . L  o o  R . .     recipes of the container of L, from the row that first references L
+    stored    . . L  o o  R . .     recipes of the newest container read that names L, from its row there
 """
 
 from __future__ import annotations
@@ -20,12 +20,25 @@ from nearkin_shared.formats.directory import Directory
 from nearkin_shared.pipeline.stage import Anchor, Gaps, Neighbours
 from nearkin_shared.reading.block_cache import ByteBoundedCache
 from nearkin_shared.storage.containers import ContainerSource
-from nearkin_shared.types import U8, U32, U64, ZERO, Bools, ContainerId, Locations, bounds_of, group_by_container
+from nearkin_shared.types import (
+    CONTAINER_ID_MIN,
+    U8,
+    U32,
+    U64,
+    ZERO,
+    Bools,
+    ContainerId,
+    Locations,
+    bounds_of,
+    group_by_container,
+)
 
 ROWS_CACHE_BYTES = 8 * 1024 * 1024
 ROWS_BEHIND = 2
 """Rows before the continuation of a gap: the old version may have had fewer until there."""
 NO_NEIGHBOUR = -1
+KEY_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""An odd number without regular digits: containers and ordinals close to one another have different keys."""
 Rows = NDArray[np.int64]
 Directories = dict[int, Directory]
 """Directories read for one lookup: a container may be rewritten meanwhile, without some of its recipes."""
@@ -57,6 +70,9 @@ class Neighbourhood:
             ROWS_CACHE_BYTES, "recipes"
         )
         """First recipe rows of chunks by container, its chunks and recipe rows: a rewritten container has fewer."""
+        self._references: ByteBoundedCache[tuple[ContainerId, int, int], tuple[U64, U32]] = ByteBoundedCache(
+            ROWS_CACHE_BYTES, "references"
+        )
 
     def between(self, gaps: Gaps) -> Neighbours:
         """Return the stored chunks of each gap: at most 2 n + 6 for n fresh chunks."""
@@ -64,6 +80,8 @@ class Neighbourhood:
         read: Directories = {}
         left = self._find_rows(gaps.left_kinds, gaps.left, read, after=True)
         right = self._find_rows(gaps.right_kinds, gaps.right, read, after=False)
+        self._move_to_newest(left, gaps.left_kinds, gaps.left, read, after=True)
+        self._move_to_newest(right, gaps.right_kinds, gaps.right, read, after=False)
         _continue(left, gaps.left_kinds, fresh)
         slack = fresh // 2 + 2
         is_between = left.known & right.known & (left.containers == right.containers)
@@ -106,6 +124,44 @@ class Neighbourhood:
             row_counts[selected] = len(directory.segments.chunks)
         return _NeighbourLocations(anchors.containers, rows, row_counts)
 
+    def _move_to_newest(
+        self, places: _NeighbourLocations, kinds: U8, anchors: Locations, read: Directories, *, after: bool
+    ) -> None:
+        """Move chunk anchors to the newest container read of which the recipes name them once.
+
+        In its own container, a chunk that later versions left unchanged has the neighbours of the first of them.
+        """
+        mine = np.flatnonzero(kinds == Anchor.CHUNK)
+        if not len(mine):
+            return
+        wanted, containers = _keys(anchors.take(mine)), places.containers.copy()
+        for container in sorted(read):
+            keys, rows = self._find_references(read[container])
+            at = np.minimum(np.searchsorted(keys, wanted), max(0, len(keys) - 1))
+            found = keys[at] == wanted if len(keys) else np.zeros(len(mine), np.bool_)
+            moved = mine[found]
+            containers[moved] = container
+            places.rows[moved] = rows[at[found]].astype(np.int64) + after
+            places.row_counts[moved] = len(read[container].segments.chunks)
+        places.containers = containers
+
+    def _find_references(self, directory: Directory) -> tuple[U64, U32]:
+        """Return the keys of chunks of other containers that the recipes name once, ascending, and their rows."""
+        recipes = directory.segments.chunks
+        name = directory.container, len(directory.chunks), len(recipes)
+        known = self._references.get(name)
+        if known is not None:
+            return known
+        other = np.flatnonzero(
+            (recipes.containers != np.uint64(directory.container)) & (recipes.containers >= np.uint64(CONTAINER_ID_MIN))
+        )
+        keys, firsts, counts = np.unique(_keys(recipes.take(other)), return_index=True, return_counts=True)
+        is_single = counts == 1
+        found = keys[is_single], other[firsts[is_single]].astype(np.uint32)
+        if directory.container_bytes:  # an open container grows
+            self._references.put(name, found, found[0].nbytes + found[1].nbytes)
+        return found
+
     def _rows(self, directory: Directory, kinds: U8, ordinals: Rows, after: bool) -> Rows:
         rows = np.full(len(kinds), NO_NEIGHBOUR, np.int64)
         at = kinds == Anchor.ROW
@@ -131,6 +187,12 @@ class Neighbourhood:
         if directory.container_bytes:  # an open container grows
             self._first_rows.put(name, rows, rows.nbytes)
         return rows
+
+
+def _keys(locations: Locations) -> U64:
+    """Return one number per location; of equal ones the candidates are worse, never wrong."""
+    keys: U64 = locations.containers * KEY_FACTOR + locations.ordinals
+    return keys
 
 
 def _chunks(read: Directories, containers: U64, starts: Rows, stops: Rows) -> tuple[Locations, NDArray[np.intp]]:

@@ -264,6 +264,20 @@ def test_recipe_that_names_older_chunks_returns_them() -> None:
     assert (found.ends.containers.tolist(), found.ends.ordinals.tolist()) == ([NEW], [3])
 
 
+def test_unchanged_chunk_has_neighbours_of_newest_version() -> None:
+    """The chunk is stored in the first container; the second, which the other anchor is in, names it too."""
+    recipes = {**RECIPES, NEW: [[*own(NEW, 0, 1), (OLD, 7), *own(NEW, 2, 3), (OLD, 9), *own(NEW, 4, 5)]]}
+    known = Anchor.CHUNK, (NEW, 0), Anchor.CHUNK, (NEW, 1), 0
+    assert between(recipes, known, (Anchor.CHUNK, (OLD, 7), Anchor.CHUNK, (OLD, 9), 1)) == [[], [2, 3]]
+    assert between(recipes, (Anchor.CHUNK, (OLD, 7), Anchor.CHUNK, (NEW, 4), 1)) == [[2, 3, 9]]
+    assert between(recipes, (Anchor.CHUNK, (OLD, 7), Anchor.CHUNK, (OLD, 9), 1)) == [[8]]  # the other one is not read
+
+
+def test_chunk_named_twice_keeps_the_neighbours_of_its_own() -> None:
+    recipes = {**RECIPES, NEW: [[*own(NEW, 0), (OLD, 7), *own(NEW, 1), (OLD, 7), *own(NEW, 2)]]}
+    assert between(recipes, (Anchor.CHUNK, (OLD, 7), Anchor.CHUNK, (NEW, 2), 1)) == [[8, 9, 10, 1, 7]]
+
+
 @pytest.mark.parametrize("kind", [Anchor.CHUNK, Anchor.SEGMENT, Anchor.ROW])
 def test_lost_or_missing_container_has_no_neighbours(kind: Anchor) -> None:
     assert between(RECIPES, (kind, (NEW, 3), kind, (NEW, 5), 1)) == [[]]
