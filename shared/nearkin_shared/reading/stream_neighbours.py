@@ -146,7 +146,7 @@ class Neighbourhood:
         places.containers = containers
 
     def _find_references(self, directory: Directory) -> tuple[U64, U32]:
-        """Return the keys of chunks of other containers that the recipes name once, ascending, and their rows."""
+        """Return the keys of other containers' chunks that recipes name once, and their rows."""
         recipes = directory.segments.chunks
         name = directory.container, len(directory.chunks), len(recipes)
         known = self._references.get(name)
