@@ -126,6 +126,11 @@ class OutgoingCheckpoint:
                     continue
                 self._thread.join(FULL_SECONDS)
 
+    def join(self) -> None:
+        """Wait until the upload has ended, whatever its result is."""
+        if self._thread is not None:
+            self._thread.join()
+
     def read(self, _count: int = -1) -> bytes:
         """Return the next bytes; nothing at the end. Raises SourceFailed after `abort`."""
         piece = self._queue.get()
@@ -286,8 +291,13 @@ class CheckpointSink:
         done.result()
 
     def abort(self) -> None:
-        """End the upload of a checkpoint that has not ended."""
+        """End the upload of a checkpoint that has not ended, and wait for those that have.
+
+        None of them is stored once this has returned: a late one would follow the deletion of the others.
+        """
         self.last.abort()
+        for outgoing in self.ended:
+            outgoing.join()
 
 
 class CheckpointedTree(TreeWriter):

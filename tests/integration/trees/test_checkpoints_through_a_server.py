@@ -345,7 +345,7 @@ def test_no_more_checkpoints_are_made_than_a_version_takes(
     monkeypatch.setattr(checkpointed_tree, "CHECKPOINTS_MAX", 6)
     monkeypatch.setattr(checkpointed_tree, "CHECKPOINTS_SPARE", 2)
     run_until(server, source, 60)
-    until(lambda: len(server.checkpoints("home")) == 4)  # the request of the last one may not have ended
+    assert len(server.checkpoints("home")) == 4
     run_until(server, source, 20)
     assert len(server.checkpoints("home")) == 4
     result = server.backup("home", [source])
@@ -411,6 +411,25 @@ def test_empty_piece_does_not_end_a_checkpoint() -> None:
         outgoing.end()
         outgoing.done.result(10)
     assert bytes(received) == b"firstsecond"
+
+
+def test_run_that_ended_stores_no_checkpoint(
+    server: RemoteStore, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that ends by an error has waited for all its uploads: none is stored later."""
+    put, running_uploads = RemoteStore.put_checkpoint, []
+
+    def put_slowly(store: RemoteStore, key: str, upload: Upload, metadata: dict[str, str]) -> PutResult:
+        running_uploads.append(key)
+        time.sleep(0.3)  # a server that takes long
+        result = put(store, key, upload, metadata)
+        running_uploads.pop()
+        return result
+
+    monkeypatch.setattr(RemoteStore, "put_checkpoint", put_slowly)
+    monkeypatch.setattr(checkpoint_schedule.CheckpointSchedule, "checkpoint_to_await", lambda *_: None)
+    run_until(server, source, 60)
+    assert running_uploads == []
 
 
 @contextmanager
