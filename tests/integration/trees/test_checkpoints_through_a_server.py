@@ -432,6 +432,32 @@ def test_run_that_ended_stores_no_checkpoint(
     assert running_uploads == []
 
 
+def test_answers_name_the_key_of_the_backup(gateway: RunningGateway) -> None:
+    """No answer names the reserved key of checkpoints: neither a result nor an error."""
+    headers = {"Content-Type": PARTS_MEDIA_TYPE, "Nearkin-Checkpoints": "7"}
+    with gateway.client() as client:
+        stored = client.put("/v1/checkpoints/home", content=b"checkpoint")
+        missing = client.get("/v1/checkpoints/home", params={"version": 7})
+        source = client.put("/v1/blobs/home", content=b"", headers=headers)
+    assert (stored.status_code, stored.json()["key"]) == (201, "home")
+    assert "location" not in stored.headers
+    assert (missing.status_code, source.status_code) == (404, 409)
+    for answer in (stored, missing, source):
+        assert ".nearkin/" not in answer.text
+        assert "home" in answer.text
+    assert "checkpoints of key 'home'" in source.json()["detail"]
+
+
+@pytest.mark.parametrize("name", ["Nearkin-Base", "Nearkin-Checkpoints"])
+def test_repeated_header_of_sources_is_refused(gateway: RunningGateway, name: str) -> None:
+    """Of two headers one would be ignored, and ranges be read of other versions."""
+    with gateway.client() as client:
+        headers = [("Content-Type", PARTS_MEDIA_TYPE), (name, "1"), (name, "2")]
+        answer = client.put("/v1/blobs/home", content=b"", headers=headers)
+    assert answer.status_code == 400
+    assert f"{name}: the request has it 2 times" in answer.json()["detail"]
+
+
 @contextmanager
 def limited(tmp_path: Path, logical_bytes: int) -> Iterator[RemoteStore]:
     """Yield a store behind a gateway with a quota of logical bytes."""

@@ -8,6 +8,8 @@ ends with it is written with its last slash as %2F: /v1/blobs/notes%2Fversions. 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 from urllib.parse import quote, unquote_to_bytes
 
@@ -15,8 +17,9 @@ from fastapi import Depends, Path, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nearkin_gateway.http.problems import Problem
+from nearkin_shared.errors import NearkinError
 from nearkin_shared.limits import KEY_BYTES_MAX
-from nearkin_shared.validation import check_user_key
+from nearkin_shared.validation import check_user_key, checkpoint_key_of
 
 _VERSIONS = "/versions"
 _DESCRIPTION = (
@@ -53,6 +56,27 @@ def decode_key(text: str) -> str:
         raise Problem(400, "bad-key", f"key: is not UTF-8 (byte {err.start})") from err
     check_user_key(key)
     return key
+
+
+@contextmanager
+def checkpoints_by_key(key: str) -> Iterator[None]:
+    """Name checkpoints in errors by the key of their backup.
+
+    Callers do not know the reserved one.
+    """
+    reserved = checkpoint_key_of(key)
+
+    def named(text: str) -> str:
+        return text.replace(f"key {reserved!r}", f"checkpoints of key {key!r}").replace(reserved, key)
+
+    try:
+        yield
+    except NearkinError as err:
+        err.args = tuple(named(part) if isinstance(part, str) else part for part in err.args)
+        raise
+    except Problem as problem:
+        problem.detail = named(problem.detail)
+        raise
 
 
 def quote_key(key: str) -> str:

@@ -42,7 +42,7 @@ from nearkin_gateway.http.ranges import (
     wanted_ranges,
 )
 from nearkin_gateway.http.request_bodies import asks_first, check_declared, chunks, declared_bytes, frames
-from nearkin_gateway.http.url_keys import BlobKey, Key, KeysInQuery, blob_url
+from nearkin_gateway.http.url_keys import BlobKey, Key, KeysInQuery, blob_url, checkpoints_by_key
 from nearkin_gateway.middleware.audit_requests import annotate
 from nearkin_gateway.state import Gateway, gateway_of
 from nearkin_gateway.uploads.copied_ranges import PartsReceiver, open_parts
@@ -187,11 +187,18 @@ async def put_blob(
     state one is 201, the others are 412 and store nothing. After 202 the outcome has the reason `precondition-failed`.
     """
     annotate(request, key=key)
-    return await store_body(request, caller, key, wait, idempotency_key)
+    with checkpoints_by_key(key):  # ranges are of the key and its checkpoints
+        return await store_body(request, caller, key, wait, idempotency_key)
 
 
-async def store_body(request: Request, caller: Caller, key: str, wait: float, idempotency_key: str | None) -> Response:
-    """Store the body of a request as a version of `key`, which may be that of checkpoints."""
+async def store_body(
+    request: Request, caller: Caller, key: str, wait: float, idempotency_key: str | None, named: str | None = None
+) -> Response:
+    """Store the body of a request as a version of `key`, which may be that of checkpoints.
+
+    `named`: the key in the answer, if it is another one.
+    """
+    named = key if named is None else named
     gateway = gateway_of(request)
     bytes_max = int(gateway.bounds.body_bytes_max)
     await check_open_to(request, gateway, caller)
@@ -227,7 +234,7 @@ async def store_body(request: Request, caller: Caller, key: str, wait: float, id
         if earlier is not None:
             await check_replay(gateway, earlier, pieces, sha256, parts)
             annotate(request, blob=earlier["id"], version=earlier["version"], replay=True)
-            return created_response(gateway, caller.tenant, earlier, replay=True)
+            return created_response(gateway, caller.tenant, {**earlier, "key": named}, key, replay=True)
         new = NewBlob(
             caller.tenant,
             key,
@@ -244,11 +251,11 @@ async def store_body(request: Request, caller: Caller, key: str, wait: float, id
     annotate(request, blob=blob.hex())
     outcome = await gateway.outcomes.wait(blob, wait)
     if outcome is None:
-        return accepted_response(gateway, caller.tenant, blob, key)
+        return accepted_response(gateway, caller.tenant, blob, named)
     check_failed(outcome)
     check_same(outcome, ending)
     annotate(request, version=outcome["version"])
-    return created_response(gateway, caller.tenant, outcome)
+    return created_response(gateway, caller.tenant, {**outcome, "key": named}, key)
 
 
 def _keep_media_type(metadata: dict[str, str], media_type: str | None) -> None:
@@ -474,12 +481,17 @@ def accepted_response(gateway: Gateway, tenant: str, blob: bytes, key: str) -> R
     return JSONResponse(shown, 202, {"Location": shown["status"], "Retry-After": retry})
 
 
-def created_response(gateway: Gateway, tenant: str, outcome: Mapping[str, Any], *, replay: bool = False) -> Response:
-    """Return 201."""
+def created_response(
+    gateway: Gateway, tenant: str, outcome: Mapping[str, Any], key: str, *, replay: bool = False
+) -> Response:
+    """Return 201.
+
+    `key`: of the version; of a checkpoint the reserved one, which the outcome does not show.
+    """
     shown = outcome_json(gateway, tenant, bytes.fromhex(outcome["id"]), outcome)
     headers = {
         # No URL names the key of a checkpoint.
-        **({} if is_reserved_key(outcome["key"]) else {"Location": blob_url(outcome["key"], outcome["version"])}),
+        **({} if is_reserved_key(key) else {"Location": blob_url(key, outcome["version"])}),
         "ETag": f'"{outcome["digest"]}"',
         "X-Nearkin-Version": str(outcome["version"]),
     }

@@ -23,7 +23,7 @@ from nearkin_gateway.catalog.pipeline_listing import damaged_json
 from nearkin_gateway.catalog.version_catalog import LISTED_MAX, VERSION_MAX
 from nearkin_gateway.http import header_bounds, response_models
 from nearkin_gateway.http.problems import responses
-from nearkin_gateway.http.url_keys import BlobKey, Key
+from nearkin_gateway.http.url_keys import BlobKey, Key, checkpoints_by_key
 from nearkin_gateway.middleware.audit_requests import annotate
 from nearkin_gateway.routes.blob_routes import (
     BLOB_BODY,
@@ -70,7 +70,8 @@ async def put_checkpoint(
 ) -> Response:
     """Store the body, a tree, as a checkpoint of the key."""
     annotate(request, key=key)
-    return await store_body(request, caller, checkpoint_key_of(key), wait, idempotency_key)
+    with checkpoints_by_key(key):
+        return await store_body(request, caller, checkpoint_key_of(key), wait, idempotency_key, named=key)
 
 
 @router.get(
@@ -97,7 +98,8 @@ async def list_checkpoints(
         return JSONResponse({"versions": [], "next": None, "damaged": []})
     annotate(request, entries=len(listed))
     shown = [info_json(replace(info, key=key)) for info in listed.found]
-    return JSONResponse({"versions": shown, "next": following, "damaged": damaged_json(listed.damaged)})
+    damaged = [{**one, "key": key} for one in damaged_json(listed.damaged)]
+    return JSONResponse({"versions": shown, "next": following, "damaged": damaged})
 
 
 @router.get(
@@ -116,7 +118,8 @@ async def get_checkpoint(
 ) -> Response:
     """Return the bytes of a checkpoint, verified before they are sent."""
     annotate(request, key=key)
-    return await read_version(request, caller, checkpoint_key_of(key), version)
+    with checkpoints_by_key(key):
+        return await read_version(request, caller, checkpoint_key_of(key), version)
 
 
 @router.delete(

@@ -46,8 +46,11 @@ COPY_BYTES = 4 * MIB
 def has_parts(headers: Headers) -> bool:
     """Return whether a put has a body of parts.
 
-    Raises Problem for a header of one without its media type.
+    Raises Problem for a header of one without its media type, or given twice.
     """
+    for name in (BASE_HEADER, CHECKPOINTS_HEADER):
+        if (lines := len(headers.getlist(name))) > 1:
+            raise Problem(400, "bad-base", f"{name}: the request has it {lines} times; name all versions in one")
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type == PARTS_MEDIA_TYPE:
         return True
