@@ -9,10 +9,12 @@ import re
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nearkin_shared.index import redis as redis_package
 from nearkin_shared.index.redis.connection import RedisServer
+from nearkin_shared.index.redis.key_encoding import Keys
 from nearkin_shared.index.redis.scripts import DAMAGED, SOURCES
 
 FOLDER = Path(redis_package.__file__).parent / "lua"
@@ -63,3 +65,18 @@ def test_wheel_contains_every_lua_file() -> None:
     root = FOLDER.parent
     listed = {path for pattern in patterns for path in root.glob(pattern)}
     assert listed == {path for path in FOLDER.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("level", [0, 1, 7, 8, 13, 24])
+def test_bucket_order_groups_rows_of_any_bucket(level: int) -> None:
+    """Rows of a bucket follow one another, however many buckets a partition has, and keep their order."""
+    drawn = np.random.default_rng(level)
+    keys = Keys(drawn.integers(0, 3, (600, 5), np.uint8), drawn.integers(0, 1 << 16, 600, np.uint16))
+    order = keys.bucket_order(4)
+    hashes = keys.rows[:, 0] + (keys.rows[:, 1].astype(np.int64) << 8) + (keys.rows[:, 2].astype(np.int64) << 16)
+    buckets = (hashes % (1 << level)) * 4 + keys.partitions % 4
+    assert sorted(order.tolist()) == list(range(600))
+    arranged = buckets[order]
+    assert np.count_nonzero(np.diff(arranged)) == len(np.unique(buckets)) - 1
+    same = (arranged[1:] == arranged[:-1]) & (hashes[order][1:] == hashes[order][:-1])
+    assert np.all(np.diff(order)[same] > 0)

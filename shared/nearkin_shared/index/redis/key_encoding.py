@@ -19,12 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin_shared.index.container_entries import feature_keys
+from nearkin_shared.index.redis.scripts import HASHED_BYTES
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U64
 from nearkin_shared.utils.frozen import frozen
 
 U16 = NDArray[np.uint16]
 
 NUMBER_BYTES = 5
+_REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1], axis=1).ravel()
+"""Each byte with its bits in reversed order."""
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -63,6 +66,17 @@ class Keys:
     def join(parts: list[Keys]) -> Keys:
         """Return all keys of at least one part, in order."""
         return Keys(np.concatenate([p.rows for p in parts]), np.concatenate([p.partitions for p in parts]))
+
+    def bucket_order(self, partitions: int) -> NDArray[np.intp]:
+        """Return the rows by partition and bucket, those of one bucket in their order.
+
+        Bits of the hash count from its lowest one: so rows of a bucket follow one another, however many buckets there
+        are.
+        """
+        found = (self.partitions & np.uint16(partitions - 1)).astype(np.uint64)
+        for column in _REVERSED[self.rows[:, :HASHED_BYTES]].T:
+            found = (found << np.uint64(8)) | column
+        return np.argsort(found, kind="stable")
 
 
 def chunk_keys(names: U8) -> Keys:

@@ -76,14 +76,17 @@ def _partition_calls(
 
 
 def insert_calls(epoch: Epoch, table: Table, parts: Sequence[Numbered]) -> list[Command]:
-    """Return the calls that add all parts, joined: a bucket is then written fewer times."""
+    """Return the calls that add all parts, joined and by bucket: a bucket is written once.
+
+    Of a key that is in several parts the first number is added.
+    """
     if not parts:
         return []
     keys, numbers = Keys.join([keys for keys, _ in parts]), np.concatenate([numbers for _, numbers in parts])
     highest = int(numbers.max()) if len(numbers) else 0
-    return _partition_calls(epoch, "insert", table, key_encoding.with_numbers(keys, numbers), keys.partitions, highest)[
-        1
-    ]
+    order = keys.bucket_order(epoch.partitions)
+    packed = key_encoding.with_numbers(keys, numbers)[order]
+    return _partition_calls(epoch, "insert", table, packed, keys.partitions[order], highest)[1]
 
 
 def remove_calls(epoch: Epoch, table: Table, parts: Sequence[Numbered]) -> list[Command]:

@@ -6,10 +6,12 @@
 local rows, highest = ARGV[1], counter(redis.call('HGET', base, 'm'), 0)
 if not highest then return redis.error_reply(DAMAGED .. ' ' .. base) end
 read_buckets(rows, width)
+local is_added = {}
 for i = 1, #bucket_of_row do
   local at, n = (i - 1) * width + 1, bucket_of_row[i]
-  local fresh = appended[n]
-  if not (position_of(buckets[n], rows, at) or fresh and position_of(fresh, rows, at)) then
+  local key = sub(rows, at, at + key_bytes - 1)
+  if not (is_added[key] or position_of(buckets[n], rows, at)) then
+    is_added[key] = true
     append(n, sub(rows, at, at + width - 1))
   end
 end

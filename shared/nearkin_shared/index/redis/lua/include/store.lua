@@ -5,26 +5,42 @@ local function store(n, bucket)
   buckets[n] = bucket
   changed[n] = true
 end
+-- New entries of a bucket are joined once: Redis hashes all bytes of every string that a script makes.
 local function append(n, entry)
-  local fresh = appended[n] or ''
-  if #buckets[n] + #fresh >= BUCKET_ENTRIES_MAX * width then return end
-  appended[n] = fresh .. entry
+  local fresh = appended[n]
+  if not fresh then
+    fresh = {}
+    appended[n] = fresh
+  end
+  if #buckets[n] + #fresh * width >= BUCKET_ENTRIES_MAX * width then return end
+  fresh[#fresh + 1] = entry
   entries = entries + 1
 end
+local function with_appended(n)
+  local fresh = appended[n]
+  return fresh and buckets[n] .. table.concat(fresh) or buckets[n]
+end
 -- Entries of a bucket whose hash has the bit `level` clear, and those that have it set, in order.
-local function halves(bucket)
-  local parts = {[false] = {}, [true] = {}}
-  local offset, bit = floor(level / 8), 2 ^ (level % 8)
-  local from, upper = 1, nil
+local function halves(bucket, has_bit)
+  local parts, offset, from, upper = {[false] = {}, [true] = {}}, floor(level / 8), 1, nil
   for at = 1, #bucket, width do
-    local is_upper = byte(bucket, at + offset) % (2 * bit) >= bit
+    local is_upper = has_bit[byte(bucket, at + offset)]
     if is_upper ~= upper then
-      if at > from then table.insert(parts[upper], sub(bucket, from, at - 1)) end
+      if at > from then
+        local part = parts[upper]
+        part[#part + 1] = sub(bucket, from, at - 1)
+      end
       from, upper = at, is_upper
     end
   end
   if #bucket >= from then table.insert(parts[upper], sub(bucket, from)) end
   return table.concat(parts[false]), table.concat(parts[true])
+end
+-- Whether each byte has the bit `level` of a hash set, in the byte of the hash that has this bit.
+local function bytes_with_bit()
+  local found, bit = {}, 2 ^ (level % 8)
+  for value = 0, 255 do found[value] = value % (2 * bit) >= bit end
+  return found
 end
 -- Split the next buckets, all of this level.
 local function split_buckets(count)
@@ -36,8 +52,9 @@ local function split_buckets(count)
     end
   end
   load_all(missing, names)
+  local has_bit = bytes_with_bit()
   for n = split, split + count - 1 do
-    local lower, upper = halves(buckets[n] .. (appended[n] or ''))
+    local lower, upper = halves(with_appended(n), has_bit)
     appended[n] = nil
     store(n, lower)
     store(n + low, upper)
@@ -55,7 +72,7 @@ end
 local function save()
   grow()
   local pairs_of, none = {}, {}
-  for n, fresh in pairs(appended) do store(n, buckets[n] .. fresh) end
+  for n in pairs(appended) do store(n, with_appended(n)) end
   for n in pairs(changed) do
     if buckets[n] == '' then
       none[#none + 1] = field(n)
