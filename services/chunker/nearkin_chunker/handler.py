@@ -227,7 +227,7 @@ class ChunkerHandler:
                     touched.pop(message.envelope.blob, None)
                 else:
                     touched[message.envelope.blob] = (part, found, record)
-                    if found.waiting_bytes >= JOIN_BYTES_MAX:
+                    if isinstance(message, StagedFrame) or found.waiting_bytes >= JOIN_BYTES_MAX:
                         self._cut_guarded(*touched.pop(message.envelope.blob))
             elif isinstance(message, End):
                 touched.pop(message.envelope.blob, None)

@@ -58,6 +58,7 @@ from nearkin_shared.formats.message_layout import (
     problem_of,
     read_header,
     split_messages,
+    staged_bytes,
 )
 from nearkin_shared.kernels.scatter_copy import gather_new
 from nearkin_shared.limits import MIB, SEGMENT_BYTES_MAX
@@ -101,6 +102,7 @@ __all__ = [
     "read",
     "read_header",
     "split_messages",
+    "staged_bytes",
 ]
 
 FAILURE_CHARACTERS_MAX = 500

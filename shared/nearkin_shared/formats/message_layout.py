@@ -338,6 +338,14 @@ def is_staged(value: Encoded) -> bool:
     return data[:4] == MAGIC and data[5:6] in _STAGED_KINDS
 
 
+def staged_bytes(value: Encoded) -> int:
+    """Return the size of the pack that the data refer to, 0 for all others: a hint, as `is_end`."""
+    data = head_of(value)
+    return (
+        int(STAGED.unpack_from(data, len(data) - STAGED.size)[0]) if is_staged(data) and len(data) > STAGED.size else 0
+    )
+
+
 def is_batch(value: Encoded) -> bool:
     """Return whether the data begin as a batch of blobs does: a hint, as `is_end`."""
     data = head_of(value)

@@ -20,15 +20,19 @@ from typing import Protocol, runtime_checkable
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import StoreUnavailable
-from nearkin_shared.formats.message import Encoded, is_staged
+from nearkin_shared.formats.message import Encoded, staged_bytes
 from nearkin_shared.kafka.clients import Headers, Outbox, topic
 from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted, hand_over
 from nearkin_shared.kafka.earlier_messages import EarlierMessages
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.outbox_port import StageOutbox
+from nearkin_shared.limits import MIB
 from nearkin_shared.utils.frozen import frozen
 
 PARTITION = 0
+REFERRED_BYTES_MAX = 16 * MIB
+"""Bytes of packs that all stages process at once, if there are as many: two packs of a large upload, as the delta stage
+encodes them together. Each call of a stage takes as long for one of them."""
 
 
 @runtime_checkable
@@ -162,7 +166,7 @@ class StageChain:
         self._unchecked.add(partition)
 
     def handle(self, records: list[Record]) -> None:
-        """Process records through all stages, references one by one: each may stand for megabytes.
+        """Process records through all stages, references to at most REFERRED_BYTES_MAX at once.
 
         Raises RetryableError.
         """
@@ -173,11 +177,14 @@ class StageChain:
                 self._first.on_taken_over(assigned)
         self._unchecked -= assigned
         run: list[Record] = []
+        referred_bytes = 0
         for record in records:
-            run.append(record)
-            if is_staged(record.value):
+            own_bytes = staged_bytes(record.value)
+            if referred_bytes and referred_bytes + own_bytes > REFERRED_BYTES_MAX:
                 self._handle_run(run)
-                run = []
+                run, referred_bytes = [], 0
+            run.append(record)
+            referred_bytes += own_bytes
         if run:
             self._handle_run(run)
 

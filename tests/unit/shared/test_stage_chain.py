@@ -15,14 +15,26 @@ from nearkin.lab.generated_data import random_bytes, text_like
 from nearkin.workers.pipeline import STAGES
 from nearkin_shared.config.pipeline_stages import FUSED, stage_group, stage_groups
 from nearkin_shared.errors import ConfigError, StoreUnavailable
-from nearkin_shared.formats.message import End, Envelope, Frame, MessageParts, Placed, Segments, decode, encode, joined
+from nearkin_shared.formats.message import (
+    End,
+    Envelope,
+    Frame,
+    MessageParts,
+    Placed,
+    Segments,
+    StagedFrame,
+    decode,
+    encode,
+    joined,
+    staged_bytes,
+)
 from nearkin_shared.formats.message_layout import Pack
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.kafka.consumer_loop import Handler, Record, SupportsCommitted
 from nearkin_shared.kafka.dead_letters import IN_MEMORY_HEADER
 from nearkin_shared.kafka.earlier_messages import EarlierMessages
 from nearkin_shared.kafka.message_authentication import MAC_HEADER, EnvelopeAuthenticator
-from nearkin_shared.kafka.stage_chain import ChainLink, chain
+from nearkin_shared.kafka.stage_chain import ChainLink, StageChain, chain
 from nearkin_shared.kafka.stage_parts import parts_of
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.storage.staged_packs import UploadAttempt, put_pack, read_pack, refer
@@ -178,6 +190,44 @@ def test_pack_behind_uncut_bytes_is_not_copied(fleet: Fleet, monkeypatch: pytest
     copied_bytes = sum(map(len, payloads)) - sum(in_pack_bytes)
     assert in_pack_bytes[1] > 500_000
     assert 0 < copied_bytes < 1_000_000
+
+
+class Counted(Kept):
+    """Stage that counts the records of each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def handle(self, records: list[Record]) -> None:
+        self.calls.append(len(records))
+
+
+@pytest.mark.parametrize(
+    ("sizes_mib", "calls"),
+    [
+        ([8, 8, 8, 8, 8], [2, 2, 1]),
+        ([64, 8, 8], [1, 2]),
+        ([8, 64, 8], [1, 1, 1]),
+        ([0, 8, 0, 8, 0, 8], [5, 1]),
+        ([0] * 9, [9]),
+    ],
+)
+def test_references_to_16_mib_are_processed_at_once(sizes_mib: list[int], calls: list[int]) -> None:
+    """Bound the memory of a step by the packs that it refers to; 0: a frame."""
+    frame = encode(Frame(Envelope(BLOB, "t", "key"), np.zeros(10, np.uint8)))
+    values = [
+        encode(StagedFrame(Envelope(BLOB, "t", "key"), b"o" * 16, 5, 5, size << 20, b"d" * 32)) if size else frame
+        for size in sizes_mib
+    ]
+    first = Counted()
+    StageChain(first, [], []).handle([Record("frames", 0, at, BLOB, one, {}, ()) for at, one in enumerate(values)])
+    assert first.calls == calls
+
+
+@pytest.mark.parametrize("value", [b"", b"NKS1\x03\x07", b"NKS1\x03\x07" + bytes(80)])
+def test_damaged_reference_counts_no_bytes(value: bytes) -> None:
+    assert staged_bytes(value) == 0
 
 
 class Recorded(EarlierMessages):
