@@ -339,7 +339,7 @@ def is_staged(value: Encoded) -> bool:
 
 
 def staged_bytes(value: Encoded) -> int:
-    """Return the size of the pack that the data refer to, 0 for all others: a hint, as `is_end`."""
+    """Return the bytes of the pack that the data refer to, else 0: a hint, as `is_end`."""
     data = head_of(value)
     return (
         int(STAGED.unpack_from(data, len(data) - STAGED.size)[0]) if is_staged(data) and len(data) > STAGED.size else 0
