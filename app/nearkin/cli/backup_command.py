@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from nearkin.trees.backup_plan import PlannedCounts
     from nearkin.trees.backup_walk import BackupCounts, BackupOptions, FileReport
     from nearkin.trees.exclusions import ExclusionOptions
+    from nearkin.trees.parent_tree import ParentTree
     from nearkin.trees.store_backup import BackupResult
     from nearkin_shared.reading.tree_reader import TreeReader
 
@@ -329,10 +330,10 @@ def _plan(output: FileOutput, key: str, paths: Sequence[str], options: BackupOpt
     with output.session.open() as store:
         check_new_key(store, key, paths, "backup")
         plan = BackupPlan(paths, options, _store_folders(store), counts)
-        newest, unfinished = _parent_trees(store, key)
+        newest, unfinished, merged = _parent_trees(store, key)
         bar = entries_bar("dry run", read, shown=output.has_bar)
         with json_lines(read, counts.problems) if output.as_lines else bar:
-            plan.run(newest, unfinished)
+            plan.run(newest, unfinished, merged)
     code = ExitCode.INCOMPLETE if counts.unread else ExitCode.DONE
     if output.session.as_json:
         output.print_result({"dry_run": True, "key": key, **_counts_json(counts), "removed": counts.removed})
@@ -343,22 +344,31 @@ def _plan(output: FileOutput, key: str, paths: Sequence[str], options: BackupOpt
     return code
 
 
-def _parent_trees(store: AnyStore, key: str) -> tuple[TreeReader | None, TreeReader | None]:
-    """Return the newest tree of a key, and that of a checkpoint that was made after it."""
+def _parent_trees(store: AnyStore, key: str) -> tuple[TreeReader | None, TreeReader | None, Sequence[ParentTree]]:
+    """Return the newest tree of a key, and what unfinished backups after it left.
+
+    In a store a checkpoint; on a server the newest tree with its checkpoints, if it has any.
+    """
     from nearkin.store import Store
-    from nearkin_shared.errors import Corrupt, NotFound
+    from nearkin.trees.remote_sources import RemoteSources
+    from nearkin_shared.errors import AccessDenied, BaseUnusable, Corrupt, FormatTooNew, NotFound
     from nearkin_shared.validation import checkpoint_key_of
 
     newest = unfinished = created = None
+    merged: Sequence[ParentTree] = ()
     with suppress(NotFound, Corrupt):
         created = store.info(key).created
         newest = store.tree(key)
-    if isinstance(store, Store):  # a server has none
+    if isinstance(store, Store):
         with suppress(NotFound, Corrupt):
             found = store.info(checkpoint_key_of(key))
             if created is None or found.created > created:
                 unfinished = store.tree(found.key, found.version)
-    return newest, unfinished
+    else:  # a server may take no ranges, or not from this token: then the backup reads all files
+        with suppress(AccessDenied, BaseUnusable, Corrupt, FormatTooNew, NotFound):
+            sources = RemoteSources.open(store, key)
+            merged = sources.parents() if sources.checkpoint_bytes else ()
+    return newest, unfinished, merged
 
 
 def _plan_lines(name: str, counts: PlannedCounts) -> Iterator[str]:

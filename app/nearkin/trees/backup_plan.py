@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,10 @@ from threading import Event
 from nearkin.trees.attributes import KINDS, data_bytes
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, BackupWalk, FileState
 from nearkin.trees.hard_links import HardLinks
-from nearkin.trees.parent_tree import OrderedEntries, placed_entries
+from nearkin.trees.parent_tree import KeyedGroup, OrderedEntries, ParentTree, merged_entries, placed_entries
 from nearkin.trees.walker import ListedFolder
 from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry, sort_key
-from nearkin_shared.reading.tree_reader import TreeReader
+from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
 
 @dataclass(slots=True)
@@ -44,14 +44,17 @@ class BackupPlan(BackupWalk):
         super().__init__(paths, options, counts, left_out)
         self._links = HardLinks()
 
-    def run(self, newest: TreeReader | None, unfinished: TreeReader | None = None) -> PlannedCounts:
+    def run(
+        self, newest: TreeReader | None, unfinished: TreeReader | None = None, merged: Sequence[ParentTree] = ()
+    ) -> PlannedCounts:
         """Compare all entries with the newest tree, and before it with a newer checkpoint.
 
+        `merged`: the newest tree of a server and its checkpoints, whose entries are mixed, in place of `unfinished`.
         Raises BadInput if the root cannot be listed.
         """
-        entries = OrderedEntries(placed_entries(unfinished, newest))
+        entries = OrderedEntries(_merged_placed(merged) if merged else placed_entries(unfinished, newest))
         present = entries
-        if unfinished is not None:
+        if merged or unfinished is not None:
             present = OrderedEntries(placed_entries(newest))
         matched = int(present.find(b"", b"") is not None)
         for listed in self._walker.folders():
@@ -111,6 +114,11 @@ class BackupPlan(BackupWalk):
             return True
         self._links.add(status, b"")
         return False
+
+
+def _merged_placed(parents: Sequence[ParentTree]) -> Iterator[KeyedGroup[PlacedEntry]]:
+    for group in merged_entries(parents):
+        yield KeyedGroup(group.keys, [found.placed for found in group.entries])
 
 
 def count_in_background(plan: BackupPlan, add: Callable[[int], None], stop: Event) -> None:

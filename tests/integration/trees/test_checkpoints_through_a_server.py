@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -456,6 +458,40 @@ def test_repeated_header_of_sources_is_refused(gateway: RunningGateway, name: st
         answer = client.put("/v1/blobs/home", content=b"", headers=headers)
     assert answer.status_code == 400
     assert f"{name}: the request has it 2 times" in answer.json()["detail"]
+
+
+def test_dry_run_counts_checkpoints_of_a_server(gateway: RunningGateway, server: RemoteStore, source: Path) -> None:
+    """The dry run predicts what the next backup reads, with the checkpoints of runs before it."""
+
+    def plan() -> dict[str, int]:
+        command = [
+            sys.executable,
+            "-m",
+            "nearkin",
+            "--server",
+            gateway.url,
+            "--json",
+            "backup",
+            "home",
+            str(source),
+            "-n",
+        ]
+        found: dict[str, int] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        return found
+
+    run_until(server, source, 60)
+    first = plan()
+    assert server.backup("home", [source]).counts.reused_bytes == first["reused_bytes"] > 0
+    assert first["removed"] == 0, "there is no version yet"
+    for number in range(0, FILES, 2):
+        (source / f"{number // 10}" / f"{number:03}").write_bytes(os.urandom(FILE_BYTES))
+    (source / "0" / "001").unlink()
+    time.sleep(1.1)
+    run_until(server, source, 30)
+    second = plan()
+    counts = server.backup("home", [source]).counts
+    assert (second["read_bytes"], second["reused_bytes"]) == (counts.read_bytes, counts.reused_bytes)
+    assert second["removed"] == 1
 
 
 @contextmanager
