@@ -71,6 +71,23 @@ def check_user_key(key: str) -> None:
         raise BadInput(f"key {key!r}: keys that start with {RESERVED_PREFIX} are reserved; choose another")
 
 
+_NUMBERED = re.compile(r"(.+)@[0-9]{1,19}", re.ASCII | re.DOTALL)
+
+
+def name_of_numbered(key: str) -> str | None:
+    """Return NAME if a key is NAME@NUMBER, as the command line names version NUMBER of NAME."""
+    matched = _NUMBERED.fullmatch(key)
+    return None if matched is None else matched[1]
+
+
+def version_name_refusal(key: str, name: str, remedy: str) -> BadInput:
+    """Return the error of a new key that is the name of a version of the key `name`."""
+    return BadInput(
+        f"KEY {key!r}: the store has the key {name!r}, so that this is the name of one of its versions, and no such "
+        f"key; the next version of {name!r} is stored by {remedy}, another key has another name"
+    )
+
+
 def checkpoint_key_of(key: str) -> str:
     """Return the key of the unfinished versions of a key: checkpoints of its backups."""
     return f"{CHECKPOINT_PREFIX}{blake3(key.encode()).hexdigest(length=16)}"

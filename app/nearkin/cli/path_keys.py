@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from nearkin_shared.errors import BadInput, NotFound
+from nearkin_shared.validation import version_name_refusal
 
 if TYPE_CHECKING:
     from nearkin.store_copy import AnyStore
@@ -65,10 +66,7 @@ def check_no_version(store: AnyStore, key: str, command: str, source: str) -> No
     if name is None or _has_key(store, key):
         return
     example = " ".join(shlex.quote(text) for text in (name, source) if text)
-    raise BadInput(
-        f"KEY {key!r}: the store has the key {name!r}, so that this is the name of one of its versions, and no such "
-        f"key; the next version of {name!r} is stored by `nearkin {command} {example}`, another key has another name"
-    )
+    raise version_name_refusal(key, name, f"`nearkin {command} {example}`")
 
 
 def _names_before_version(key: str) -> Iterator[str]:

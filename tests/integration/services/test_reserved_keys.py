@@ -6,6 +6,7 @@ import base64
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -83,3 +84,25 @@ def test_reserved_key_is_not_listed(prefix: str, client: httpx.Client) -> None:
     assert client.get("/v1/deleted", params={"prefix": prefix}).json()["deleted"] == []
     for page in ("/ui/blobs", "/ui/deleted"):
         assert re.search(r"/ui/blob\?key=(?!home)", client.get(page, params={"prefix": prefix}).text) is None
+
+
+def test_version_name_of_a_key_is_no_new_key(tmp_path: Path) -> None:
+    """A key `mail@3` would hide version 3 of `mail`: no route makes it, one that exists is continued and deleted."""
+    with running(embedded(tmp_path / "store")) as gateway, gateway.client() as client:
+        assert client.put("/v1/blobs/mail@3", content=b"before").status_code == 201, "it hides nothing yet"
+        for key in ("mail", "a@b.c", "ana@2026.example"):
+            assert client.put(f"/v1/blobs/{key}", content=b"content").status_code == 201
+        refused = (
+            client.put("/v1/blobs/mail@4", content=b"content"),
+            client.post("/v1/uploads", headers=tus("mail@4")),
+        )
+        for answer in refused:
+            assert answer.status_code == 400
+            assert "the store has the key 'mail'" in answer.json()["detail"]
+            assert "is stored by a put of 'mail'" in answer.json()["detail"]
+        assert client.put("/v1/blobs/mail@3", content=b"continued").status_code == 201
+        assert client.get("/v1/blobs/mail@3").content == b"continued"
+        assert client.put("/v1/blobs/a@b.c@home", content=b"content").status_code == 201
+        assert client.delete("/v1/blobs/mail@3").status_code == 204
+        keys = {entry["key"] for entry in client.get("/v1/blobs").json()["blobs"]}
+        assert keys == {"mail", "a@b.c", "ana@2026.example", "a@b.c@home"}

@@ -46,7 +46,7 @@ from nearkin_gateway.http.url_keys import BlobKey, Key, KeysInQuery, blob_url, c
 from nearkin_gateway.middleware.audit_requests import annotate
 from nearkin_gateway.state import Gateway, gateway_of
 from nearkin_gateway.uploads.copied_ranges import PartsReceiver, open_parts
-from nearkin_gateway.uploads.upload_preconditions import check_newest
+from nearkin_gateway.uploads.upload_preconditions import check_new_key, check_newest
 from nearkin_gateway.uploads.upload_service import (
     NewBlob,
     UploadPiece,
@@ -187,6 +187,7 @@ async def put_blob(
     state one is 201, the others are 412 and store nothing. After 202 the outcome has the reason `precondition-failed`.
     """
     annotate(request, key=key)
+    await check_new_key(gateway_of(request), caller.tenant, key)
     with checkpoints_by_key(key):  # ranges are of the key and its checkpoints
         return await store_body(request, caller, key, wait, idempotency_key)
 

@@ -39,7 +39,7 @@ from nearkin_gateway.uploads.tus_headers import (
 )
 from nearkin_gateway.uploads.upload_admission import QUOTA_EXCEEDED
 from nearkin_gateway.uploads.upload_bodies import CHECKSUMS, UploadMutex, receive
-from nearkin_gateway.uploads.upload_preconditions import check_newest, check_refused
+from nearkin_gateway.uploads.upload_preconditions import check_new_key, check_newest, check_refused
 from nearkin_shared.errors import NearkinError
 from nearkin_shared.limits import RESUMABLE_HOURS
 
@@ -155,6 +155,7 @@ async def create(
     sources = parse_concat(upload_concat, limits.PARTIAL_UPLOADS_MAX)
     meta = _new_meta(gateway, caller, upload_metadata or "", partial=sources == ())
     annotate(request, key=meta.key)
+    await check_new_key(gateway, meta.tenant, meta.key)
     precondition = precondition_of_put(request.headers)
     if not meta.partial:  # it stores no blob; clients send the same headers with it as with its final upload
         meta = replace(meta, precondition=precondition)
