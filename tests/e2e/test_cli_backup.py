@@ -213,6 +213,20 @@ def test_patterns_of_special_characters_match(home: Path, store: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"nearkin: 1 pattern matched nothing: [[]z\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (("a b", "-"), "- is stdin, and a backup stores folders and files; `nearkin put 'a b' -` stores stdin"),
+        (("--stdin", "db"), "`nearkin put db -` stores stdin"),
+        (("db", "--from-command", "--", "pg_dump", "a b"), "`nearkin put db --from-command -- pg_dump 'a b'` stores"),
+        (("db", "--stdin-from-command"), "`nearkin put db --from-command -- COMMAND` stores what a command writes"),
+    ],
+)
+def test_backup_of_a_stream_names_put(tmp_path: Path, call: InProcess, words: tuple[str, ...], remedy: str) -> None:
+    """As restic takes them; no store is opened."""
+    assert_refused(call("--store", tmp_path / "none", "backup", *words), 2, remedy)
+
+
 @pytest.mark.parametrize("end", [b"\n", b"\0"])
 def test_backup_files_from_a_list(home: Path, store: Path, tmp_path: Path, call: InProcess, end: bytes) -> None:
     listed = [os.fsencode(home / "a.txt"), os.fsencode(home / "sub" / "b.o"), b""]

@@ -121,7 +121,7 @@ def test_ls_still_lists_keys(store: Path, call: InProcess) -> None:
         (["ls", "home@newest:/etc"], 4, "VERSION of 'home' is a number, `latest` or a time, such as 3, 36h"),
         (["ls", "hom@newest:/etc"], 4, "nor 'hom@newest'; `nearkin ls` lists the keys"),
         (["ls", "home:/nothing"], 4, "has no entry 'nothing'; `nearkin ls home@2:/` lists"),
-        (["ls", "home:/etc/a b/x"], 4, "`nearkin ls 'home@2:/etc/a b'` lists"),
+        (["ls", "home:/etc/a b/x"], 4, "`nearkin ls home@2:/etc` lists"),
         (["ls", "-l", "blob"], 2, "is a blob of `nearkin put`"),
         (["ls", "-l"], 2, "name it, as in `nearkin ls -l home:/`"),
         (["ls", "-R", "home:/", "--versions"], 2, "not with --literal"),
@@ -279,7 +279,7 @@ def test_get_of_a_tree_names_restore_and_dump(store: Path, tmp_path: Path, call:
     for arguments, text in (
         (["get", "home:/a.txt", "--range", "0-1"], "pipe `nearkin dump` instead"),
         (["get", "home@1:/a.txt", "--version", "2"], "names a version: not with --version or --at"),
-        (["get", "home:/etc"], "is a folder; `nearkin restore home@2:/etc -o DIR` restores it"),
+        (["get", "home:/etc"], "is a folder; `nearkin ls home@2:/etc` lists it, `nearkin restore home@2:/etc -o DIR`"),
         (["dump", "home"], "is a folder"),
         (["dump", "home:/etc/link"], "is a symlink to fstab, which has no content"),
         (["dump", "blob"], "is a blob of `nearkin put`"),
@@ -287,6 +287,35 @@ def test_get_of_a_tree_names_restore_and_dump(store: Path, tmp_path: Path, call:
     ):
         done = call("--store", store, *arguments)
         assert (done.returncode, text in done.stderr.decode()) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize("command", ["dump", "get", "ls", "restore"])
+def test_missing_paths_have_a_remedy(store: Path, home: Path, tmp_path: Path, call: InProcess, command: str) -> None:
+    """The nearest folder that exists, the path in the tree of one in the file system, or the missing slash."""
+    output = ["-o", str(tmp_path / "t")] if command == "restore" else []
+    for location, remedy in (
+        ("home:/etc/none/x", "has no entry 'etc/none/x'; `nearkin ls home@2:/etc` lists what is there"),
+        ("home:/a.txt/x", "`nearkin ls home@2:/` lists what is there"),
+        (f"home:{home}/etc/fstab", f"paths count from the folder that was stored, '{home}': it is home@2:/etc/fstab"),
+        (f"home:{home}", f"paths count from the folder that was stored, '{home}': it is home@2:/"),
+        ("home:etc/fstab", "the store has none; PATH begins with /: home:/etc/fstab"),
+        ("home@1:etc/a b", "PATH begins with /: 'home@1:/etc/a b'"),
+    ):
+        if command in ("ls", "get") and ":/" not in location:
+            continue  # a prefix, or a key
+        assert_refused(call("--store", store, command, location, *output), 4, remedy)
+
+
+def test_dump_of_a_folder_names_commands(tmp_path: Path, call: InProcess) -> None:
+    """They can be run as they are, also with a space in the path."""
+    (tmp_path / "home" / "c d").mkdir(parents=True)
+    with open_store(tmp_path / "store", create=True) as opened:
+        opened.backup("home", [tmp_path / "home"])
+    for command in ("dump", "get"):
+        done = call("--store", tmp_path / "store", command, "home:/c d")
+        assert_refused(
+            done, 2, "is a folder; `nearkin ls 'home@1:/c d'` lists it, `nearkin restore 'home@1:/c d' -o DIR`"
+        )
 
 
 def test_latest_names_the_newest_version(store: Path, tmp_path: Path, call: InProcess) -> None:

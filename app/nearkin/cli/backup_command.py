@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ RESERVED_METADATA = ("content-type", "tags")
 )
 @click.option("--exclude-larger-than", metavar="SIZE", help="Leave out larger files: 100MB, 2GiB.")
 @click.option("--files-from", metavar="FILE", multiple=True, help="Paths, one a line or ended by NUL; - is stdin.")
+@click.option("--from-command", "--stdin-from-command", "--stdin", "from_stream", is_flag=True, hidden=True)
 @click.option("-x", "--one-file-system", is_flag=True, help="Enter no folder on which another file system is mounted.")
 @click.option("-f", "--force-rescan", is_flag=True, help="Read all files, also those that seem unchanged.")
 @click.option("--ignore-ctime", is_flag=True, help="A file of the same size, mtime and inode is unchanged.")
@@ -74,6 +76,7 @@ def backup(
     exclude_if_present: tuple[str, ...],
     exclude_larger_than: str | None,
     files_from: tuple[str, ...],
+    from_stream: bool,
     one_file_system: bool,
     force_rescan: bool,
     ignore_ctime: bool,
@@ -98,6 +101,7 @@ def backup(
     nearkin -q backup home /home/ana               # for cron: prints errors alone
     nearkin backup home /home/ana --json --progress    # for programs: status, error and summary lines
 
+    The output of a command, or stdin, is stored by nearkin put db --from-command -- pg_dump shop.
     Then: nearkin ls home:/, nearkin restore home -o DIR, nearkin diff home@1 home@2.
 
     One PATH that is a folder becomes the root of the tree; several paths keep their names below the deepest folder
@@ -114,6 +118,7 @@ def backup(
     from nearkin.trees.exclusions import ExclusionOptions
 
     session = current_session()
+    _refuse_stream(key, paths, is_option=from_stream)
     check_key(key)
     metadata = parse_tree_metadata(meta)
     larger = None if exclude_larger_than is None else parse_size("--exclude-larger-than", exclude_larger_than)
@@ -183,6 +188,25 @@ class FileOutput:
             {"path": os.fsdecode(one.path), "state": one.state, "size_bytes": one.size_bytes} for one in self._files
         ]
         print_json({**fields, "file_states": files} if self._is_verbose else fields)
+
+
+def _refuse_stream(key: str, paths: Sequence[str], *, is_option: bool) -> None:
+    """Refuse stdin and the output of a command.
+
+    Raises BadInput with the command that stores them.
+    """
+    name = shlex.quote(key)
+    if "-" in paths:
+        raise BadInput(
+            f"backup {key!r}: - is stdin, and a backup stores folders and files; `nearkin put {name} -` stores stdin, "
+            "--files-from - reads paths from it, ./- is a file of this name"
+        )
+    if is_option:
+        words = shlex.join(paths) or "COMMAND"
+        raise BadInput(
+            f"backup {key!r}: stores folders and files; `nearkin put {name} --from-command -- {words}` stores what a "
+            f"command writes, `nearkin put {name} -` stores stdin"
+        )
 
 
 def parse_tags(values: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from contextlib import closing
@@ -91,11 +92,12 @@ def _find_file(tree: TreeReader, found: ResolvedLocation) -> PlacedEntry:
     from nearkin_shared.utils.terminal import printable
 
     name = f"{printable(found.label)}:/{show_path(found.path or b'')}"
-    placed = None if not found.path else tree.content_of(tree.find(found.path))
+    quoted = shlex.quote(name)
+    placed = None if not found.path else tree.content_of(tree.find_named(found.path))
     if placed is None or placed.entry.kind == EntryKind.FOLDER:
         raise BadInput(
-            f"{name}: is a folder; `nearkin restore {name} -o DIR` restores it, `nearkin dump {name} --archive tar` "
-            "writes it as an archive"
+            f"{name}: is a folder; `nearkin ls {quoted}` lists it, `nearkin restore {quoted} -o DIR` restores it, "
+            f"`nearkin dump {quoted} --archive tar` writes it as an archive"
         )
     if placed.entry.kind != EntryKind.FILE:
         target = f" to {show_path(placed.entry.target)}" if placed.entry.target else ""

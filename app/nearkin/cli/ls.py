@@ -136,7 +136,7 @@ def _entries(tree: TreeReader, path: bytes, *, recursive: bool) -> Iterator[tupl
     """Yield (name to show, entry) of a folder, or of one other entry. Raises NotFound."""
     from nearkin_shared.formats.tree_entry_group import EntryKind
 
-    single = tree.find(path).entry if path else None
+    single = tree.find_named(path).entry if path else None
     if single is not None and single.kind != EntryKind.FOLDER:
         yield single.name, single
     elif recursive:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from nearkin_shared.errors import BadInput, Corrupt, NearkinError, NotFound
@@ -120,7 +122,7 @@ def resolve_location(store: AnyStore, text: str) -> ResolvedLocation:
     if location is None:
         first, *others = (repr(one.key) for one in parse_location(text))
         also = f", nor {' or '.join(others)}" if others else ""
-        remedy = _version_remedy(store, text) or "`nearkin ls` lists the keys"
+        remedy = _path_remedy(store, text) or _version_remedy(store, text) or "`nearkin ls` lists the keys"
         raise NotFound(f"key {first}: the store has none{also}; {remedy}")
     return resolve_version(store, location)
 
@@ -134,6 +136,16 @@ def _version_remedy(store: AnyStore, text: str) -> str | None:
                 f"VERSION of {key!r} is a number, `latest` or a time, such as 3, 36h or 2026-11-20T18:00Z; without "
                 "@VERSION the newest applies"
             )
+    return None
+
+
+def _path_remedy(store: AnyStore, text: str) -> str | None:
+    """Return the location with a slash if the text is an existing key, a colon and a path."""
+    for match in islice(re.finditer(":(?=[^/])", text), CANDIDATES_MAX):
+        head = text[: match.start()]
+        splits = [one for one in _split_version(head, None) if _is_key(one.key)]
+        if any(is_existing_key(store, one.key) for one in splits):
+            return f"PATH begins with /: {shlex.quote(f'{head}:/{text[match.end() :]}')}"
     return None
 
 

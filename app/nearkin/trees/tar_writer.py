@@ -52,7 +52,7 @@ class TarWriter:
 
         Raises NotFound, Corrupt, and OSError of the output.
         """
-        single = self._tree.find(path) if path else None
+        single = self._tree.find_named(path) if path else None
         if single is not None and single.entry.kind != EntryKind.FOLDER:
             self._base, self._has_folder = single.entry.folder, False
             entries: Iterator[PlacedEntry] = iter((single,))

@@ -83,7 +83,7 @@ def _stream(side: TreeSide) -> Iterator[_Keyed]:
             entry = placed.entry
             yield _Keyed((sort_key(entry.folder), entry.name), entry.path, placed)
         return
-    root = side.tree.find(side.path)
+    root = side.tree.find_named(side.path)
     yield _Keyed((b"", b""), b"", root)
     start = len(side.path) + 1
     if root.entry.kind == EntryKind.FOLDER:

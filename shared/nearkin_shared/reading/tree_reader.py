@@ -210,19 +210,47 @@ class TreeReader:
 
     def find(self, path: bytes) -> PlacedEntry:
         """Return the entry with a path. Raises NotFound."""
+        placed = self._lookup(path)
+        if placed is None:
+            raise NotFound(f"{self._label}: has no entry {_shown(path)!r}")
+        return placed
+
+    def find_named(self, path: bytes) -> PlacedEntry:
+        """Return the entry with a path that a person wrote.
+
+        Raises NotFound with a remedy, which takes more reads.
+        """
+        placed = self._lookup(path)
+        if placed is None:
+            raise NotFound(f"{self._label}: has no entry {_shown(path)!r}; {self._remedy(path)}")
+        return placed
+
+    def _lookup(self, path: bytes) -> PlacedEntry | None:
         folder, _, name = path.rpartition(b"/")
-        key = (sort_key(folder), name)
-        number = self._group_of(key)
-        if number >= 0:
-            group = self._group(number)
-            if not self._named:
-                self._named = {(placed.entry.folder, placed.entry.name): placed for placed in group}
-            placed = self._named.get((folder, name))
-            if placed is not None:
-                return placed
-        shown, above = (part.decode(errors="backslashreplace") for part in (path, folder))
-        place = shlex.quote(f"{self.location}:/{above}")
-        raise NotFound(f"{self._label}: has no entry {shown!r}; `nearkin ls {place}` lists what is there")
+        number = self._group_of((sort_key(folder), name))
+        if number < 0:
+            return None
+        group = self._group(number)
+        if not self._named:
+            self._named = {(placed.entry.folder, placed.entry.name): placed for placed in group}
+        return self._named.get((folder, name))
+
+    def _remedy(self, path: bytes) -> str:
+        """Return the remedy of a path that no entry has.
+
+        The path in the tree of one in the file system, or the nearest folder that exists.
+        """
+        root = self.summary.root.strip(b"/")
+        if root and (path + b"/").startswith(root + b"/"):
+            inner = path[len(root) :].strip(b"/")
+            if not inner or self._lookup(inner) is not None:
+                place = shlex.quote(f"{self.location}:/{_shown(inner)}")
+                return f"paths count from the folder that was stored, {_shown(self.summary.root)!r}: it is {place}"
+        above = path.rpartition(b"/")[0]
+        while above and ((found := self._lookup(above)) is None or found.entry.kind != EntryKind.FOLDER):
+            above = above.rpartition(b"/")[0]
+        place = shlex.quote(f"{self.location}:/{_shown(above)}")
+        return f"`nearkin ls {place}` lists what is there"
 
     def content_of(self, placed: PlacedEntry) -> PlacedEntry:
         """Return the entry that holds the content: itself, or the target of a hard link.
@@ -336,3 +364,7 @@ def tree_path(text: bytes) -> bytes:
     if not all(is_name(part) for part in parts):
         raise BadInput(f"path {text.decode(errors='backslashreplace')!r}: has .. or a name above 255 bytes")
     return b"/".join(parts)
+
+
+def _shown(path: bytes) -> str:
+    return path.decode(errors="backslashreplace")
