@@ -281,6 +281,43 @@ def test_dry_run_of_targets_ends_as_the_restore(store: Path, tmp_path: Path, cas
     assert remedy[case] in done.stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+def test_restore_summarises_undeletable_entries(tmp_path: Path) -> None:
+    """One line for each folder of the tree and reason, with the number; all are counted, in a dry run too."""
+    home, target = tmp_path / "home", tmp_path / "target"
+    (home / "big").mkdir(parents=True)
+    (home / "sound").mkdir()
+    with open_store(tmp_path / "store", create=True) as opened:
+        opened.backup("home", [home])
+    for name in ("big/deep", "sound/own/closed", "sound/own/sound"):
+        (target / name).mkdir(parents=True)
+        for number in range(20):
+            (target / name / f"{number:02}").touch()
+    for name in ("big/deep", "big", "sound/own/closed"):
+        os.chown(target / name, 12345, 12345)
+    rights = "-dac_override,-dac_read_search,-fowner,-chown"
+    words = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}", sys.executable, "-m", "nearkin.cli"]
+    words += ["--store", str(tmp_path / "store"), "restore", "home", "-o", str(target), "--delete"]
+    dry, planned, done = (
+        subprocess.run([*words, *more], env=environment(), capture_output=True, check=False)
+        for more in (("-n",), ("-n", "--json"), ("--json",))
+    )
+    lines = [
+        "nearkin: big: entries cannot be deleted: permission denied, the first: big/deep/",
+        "nearkin: sound: entries cannot be deleted: permission denied, the first: sound/own/closed/",
+    ]
+    found = dry.stderr.decode().splitlines()
+    assert [line[: len(start)] for line, start in zip(found, lines, strict=True)] == lines
+    assert all(line.endswith("; 20 entries below it not deleted") for line in found)
+    answers = [json.loads(one.stdout) for one in (planned, done)]
+    assert (dry.returncode, planned.returncode, done.returncode) == (3, 3, 3)
+    for answer in answers:
+        assert (answer["failed"], answer["deleted"]) == (40, 1)
+        found_json = sorted((one["path"], one["entries_below"]) for one in answer["problems"])
+        assert found_json == [("big", 20), ("sound", 20)]
+    assert not (target / "sound" / "own" / "sound").exists()
+
+
 @pytest.mark.parametrize("flags", [(), ("--delete",), ("--overwrite", "never")])
 def test_dry_run_counts_entries_that_are_refused(
     flags: tuple[str, ...], store: Path, tmp_path: Path, call: InProcess

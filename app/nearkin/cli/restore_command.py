@@ -344,16 +344,22 @@ def _failures_json(failures: Sequence[RestoreProblem]) -> list[dict[str, object]
 def _failure_lines(failures: Sequence[RestoreProblem], failed: int) -> Iterator[str]:
     """Yield a line for each entry that is not restored, one for a folder with those below it."""
     from nearkin.cli.tree_output import PROBLEMS_SHOWN_MAX, path_lines
-    from nearkin_shared.savings_table import plural
 
     shown = [
-        one._replace(reason=f"{one.reason}; {plural(one.below, 'entry', 'entries')} below it not restored")
-        if one.below
-        else one
+        one._replace(reason=f"{one.reason}; {_below_text(one)}") if one.below else one
         for one in failures[:PROBLEMS_SHOWN_MAX]
     ]
     unlisted = failed - sum(one.entries for one in shown)
     yield from path_lines("", shown, len(shown) + max(unlisted, 0))
+
+
+def _below_text(problem: RestoreProblem) -> str:
+    """Return how many entries below a folder a problem reports."""
+    from nearkin_shared.savings_table import plural
+
+    return (
+        f"{plural(problem.below, 'entry', 'entries')} below it not {'deleted' if problem.is_deletion else 'restored'}"
+    )
 
 
 def _unset_lines(counts: RestoreCounts) -> Iterator[str]:

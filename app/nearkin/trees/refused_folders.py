@@ -1,4 +1,3 @@
-# size: restore and its reports are at their own bounds; this decides apart from both
 """Separate the error of one entry from that of a folder in which no entry can be written.
 
 entry fails -> its folder can be written:  the error is the entry's own
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 _PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -49,6 +49,15 @@ def open_below(name: bytes, parent: int, path: bytes, *, create: bool) -> int:
     except OSError as err:
         reason = f"cannot be opened: {(err.strerror or str(err)).lower()}"
         raise FolderRefusal(err.errno or 0, reason, b"/".join(filter(None, (path, name)))) from err
+
+
+def write_error(place: bytes | int | Path) -> int:
+    """Return the error of a folder, by path or descriptor, that cannot be written."""
+    try:
+        is_read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+    except OSError:
+        is_read_only = 0
+    return errno.EROFS if is_read_only else errno.EACCES
 
 
 def refusal_of(err: OSError, folder: int, path: bytes) -> OSError:

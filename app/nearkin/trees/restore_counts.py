@@ -5,6 +5,7 @@ Invariant: an entry that is not restored as it was is counted; the first PROBLEM
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from nearkin.trees.target_deletion import IS_STORE, DeletionCounts, KeptEntry
 from nearkin_shared.formats.tree_entry_group import TreeEntry
+from nearkin_shared.utils.terminal import printable
 
 PROBLEMS_MAX = 10_000
 HAS_STORE = f"{IS_STORE}, into which nothing is restored; move it away first"
@@ -52,6 +54,8 @@ class RestoreProblem(NamedTuple):
     """Of a folder: the entries below it that are not restored for the same reason."""
     is_restored: bool = False
     """Whether the entry itself is restored, so that `failed` counts only those below it."""
+    is_deletion: bool = False
+    """Whether the entries below it are not deleted, rather than not restored."""
 
     @property
     def entries(self) -> int:
@@ -68,6 +72,8 @@ class FailureCounts:
     """Entries that are missing or incomplete."""
     refused_folders: dict[bytes, int] = field(default_factory=dict)
     """Folders of the tree that cannot be opened or written: the position of each in `problems`."""
+    undeleted: dict[tuple[bytes, str], int] = field(default_factory=dict)
+    """Folder and reason of entries that are not deleted: the position of the problem in `problems`."""
 
     def fail(self, path: bytes, reason: str) -> None:
         """Count an entry that is missing or incomplete."""
@@ -86,6 +92,22 @@ class FailureCounts:
         problem = self.problems[position]
         changed = {"is_restored": False} if path == folder else {"below": problem.below + 1}
         self.problems[position] = problem._replace(**changed)
+
+    def fail_deletions(self, folder: bytes, deletion: DeletionCounts, before: int) -> None:
+        """Count the failures to delete entries of a folder behind the first `before`.
+
+        One problem reports those with the same reason.
+        """
+        self.failed += deletion.failed - before
+        for path, reason in deletion.failures[before:]:
+            position = self.undeleted.get((folder, reason))
+            if position is not None:
+                problem = self.problems[position]
+                self.problems[position] = problem._replace(below=problem.below + 1)
+            elif len(self.problems) < PROBLEMS_MAX:
+                self.undeleted[folder, reason] = len(self.problems)
+                text = f"entries cannot be deleted: {reason}, the first: {printable(os.fsdecode(path))}"
+                self.problems.append(RestoreProblem(folder or b"/", text, below=1, is_restored=True, is_deletion=True))
 
     def fail_folder(self, path: bytes, reason: str) -> None:
         """Count a folder that is not restored; entries below it join its problem."""

@@ -69,7 +69,7 @@ def plan_restore(
 
     `protected`: folders of the store. Raises NotFound, BadInput.
     """
-    single = tree.find(path) if path else None
+    single = tree.find_named(path) if path else None
     check_target(target, protected)
     partial = check_delete(tree, single, options)
     base, entries = _selected(tree, path)
@@ -91,10 +91,7 @@ def plan_restore(
             if entry.name and (options.accepts is None or options.accepts(entry)):
                 planner.add(entry)
         if planner.deletion is not None and descriptor is not None:
-            before = len(counts.deletion.failures)
-            _plan_deletion(tree, path, planner.deletion, descriptor, planner.closed)
-            for failure in counts.deletion.failures[before:]:
-                counts.fail(failure.path, f"cannot be deleted: {failure.reason}")
+            _plan_deletion(tree, path, planner.deletion, descriptor, planner.closed, counts)
     return counts
 
 
@@ -208,8 +205,16 @@ def _open_target(root: bytes, stack: ExitStack) -> int | None:
     return descriptor
 
 
-def _plan_deletion(tree: TreeReader, path: bytes, deletion: TargetDeletion, root: int, closed: set[bytes]) -> None:
+def _plan_deletion(
+    tree: TreeReader, path: bytes, deletion: TargetDeletion, root: int, closed: set[bytes], counts: PlannedRestore
+) -> None:
     """Count what is deleted in each folder of the tree that exists in the target."""
+
+    def plan_folder(folder: bytes, names: set[bytes]) -> None:
+        before = counts.deletion.failed
+        _plan_folder(deletion, root, path, folder, names)
+        counts.fail_deletions(folder, counts.deletion, before)
+
     folder, names = path, set[bytes]()
     filled, folders = {path}, list[bytes]()
     for entry in _selected(tree, path)[1]:
@@ -217,17 +222,17 @@ def _plan_deletion(tree: TreeReader, path: bytes, deletion: TargetDeletion, root
             continue
         if entry.folder != folder:
             if folder not in closed:
-                _plan_folder(deletion, root, path, folder, names)
+                plan_folder(folder, names)
             folder, names = entry.folder, set()
             filled.add(folder)
         names.add(entry.name)
         if entry.kind == EntryKind.FOLDER and entry.path not in closed:
             folders.append(entry.path)
     if folder not in closed:
-        _plan_folder(deletion, root, path, folder, names)
+        plan_folder(folder, names)
     for empty in folders:
         if empty not in filled:
-            _plan_folder(deletion, root, path, empty, set())
+            plan_folder(empty, set())
 
 
 def _plan_folder(deletion: TargetDeletion, root: int, base: bytes, folder: bytes, names: set[bytes]) -> None:

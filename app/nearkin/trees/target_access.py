@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from nearkin.trees.refused_folders import FolderRefusal
+from nearkin.trees.refused_folders import FolderRefusal, write_error
 from nearkin_shared.errors import BadInput
 
 CAP_FOWNER = 3
@@ -55,7 +55,7 @@ class TargetAccess:
         """
         if status.st_mode & stat.S_IRWXU == stat.S_IRWXU:
             return ""
-        number = _write_error(os.path.join(self._root, path))
+        number = write_error(os.path.join(self._root, path))
         if number != errno.EROFS:
             if status.st_uid == os.geteuid() or self._may_change_modes:
                 self._enterable.add(path)
@@ -88,7 +88,7 @@ class TargetAccess:
             place, last = at, below
         writing = None
         if last not in self._enterable and not _has_access(place, os.W_OK | os.X_OK) and os.path.lexists(place):
-            writing = _refusal("written", _write_error(place), last)
+            writing = _refusal("written", write_error(place), last)
         return _Answer(path, None if last == path else writing, writing)
 
 
@@ -97,7 +97,7 @@ def check_creatable(target: Path) -> None:
     path = Path(os.path.realpath(target))
     above = next(one for one in (path, *path.parents) if one.exists())
     if not _has_access(above, (os.R_OK if above == path else os.W_OK) | os.X_OK):
-        number = errno.EACCES if above == path else _write_error(above)
+        number = errno.EACCES if above == path else write_error(above)
         raise BadInput(f'target "{target}": {os.strerror(number)}; name a new or existing folder')
 
 
@@ -107,15 +107,6 @@ def _refusal(what: str, number: int, path: bytes) -> FolderRefusal:
 
 def _has_access(place: bytes | Path, mode: int) -> bool:
     return os.access(place, mode, effective_ids=True)
-
-
-def _write_error(place: bytes | Path) -> int:
-    """Return the error of a folder that cannot be written."""
-    try:
-        is_read_only = os.statvfs(place).f_flag & os.ST_RDONLY
-    except OSError:
-        is_read_only = 0
-    return errno.EROFS if is_read_only else errno.EACCES
 
 
 def _has_capability(number: int) -> bool:

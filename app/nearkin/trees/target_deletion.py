@@ -10,9 +10,10 @@ Invariant: no folder of the store is deleted or entered, and nothing below a mou
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from nearkin.trees.refused_folders import write_error
 from nearkin.trees.store_folders import has_descriptor, is_store, open_path
 from nearkin_shared.errors import BadInput
 from nearkin_shared.reading.tree_reader import TreeReader
@@ -51,8 +53,9 @@ class DeletionCounts:
     kept: int = 0
     """Entries that are protected: the store, mount points, sockets, and what the backup left out."""
     kept_entries: list[KeptEntry] = field(default_factory=list)
-    failures: list[KeptEntry] = field(default_factory=list)
+    failed: int = 0
     """Entries that could not be deleted."""
+    failures: list[KeptEntry] = field(default_factory=list)
 
     def add_deleted(self, path: bytes) -> None:
         """Count a deleted entry."""
@@ -104,12 +107,17 @@ class TargetDeletion:
         self._partial = frozenset(() if with_excluded else partial)
         self._with_excluded = with_excluded
         self._is_dry = is_dry
+        self._root = _identity_of(root)
+        self._restored: Identity | None = None
+        """The folder of the tree in progress, to which a restore gives its owner all permissions."""
 
     def delete_others(self, descriptor: int, folder: bytes, names: Collection[bytes]) -> None:
         """Delete what an open folder contains besides `names`; `folder`: its path in the tree."""
         others = [name for name in map(os.fsencode, os.listdir(descriptor)) if name not in names]
         if not others:
             return
+        identity = _identity_of(descriptor)
+        self._restored = None if identity == self._root else identity
         reason = self._protection(descriptor)
         if not reason and folder in self._partial:
             reason = "the backup left out entries of its folder"
@@ -145,6 +153,7 @@ class TargetDeletion:
         return is_gone
 
     def _fail(self, path: bytes, err: OSError) -> None:
+        self.counts.failed += 1
         if len(self.counts.failures) < NAMES_MAX:
             self.counts.failures.append(KeptEntry(path, (err.strerror or "cannot be deleted").lower()))
 
@@ -152,9 +161,21 @@ class TargetDeletion:
         if stat.S_ISSOCK(status.st_mode) and not self._with_excluded:
             self.counts.add_kept(path, "is a socket, which a backup leaves out")
             return False
-        if not self._is_dry:
-            os.unlink(name, dir_fd=folder)
+        self._delete(os.unlink, name, folder)
         return True
+
+    def _delete(self, delete: Callable[..., None], name: bytes, folder: int) -> None:
+        """Delete an entry by a call of `os`.
+
+        Raises OSError, which a dry run predicts.
+        """
+        if not self._is_dry:
+            delete(name, dir_fd=folder)
+        elif not os.access(b".", os.W_OK | os.X_OK, dir_fd=folder, effective_ids=True):
+            number = write_error(folder)
+            is_own = _identity_of(folder) == self._restored and os.fstat(folder).st_uid == os.geteuid()
+            if number == errno.EROFS or not is_own:
+                raise OSError(number, os.strerror(number))
 
     def _remove_folder(self, name: bytes, folder: int, path: bytes) -> tuple[bool, bool]:
         """Delete a folder; return whether it is deleted, and whether anything was.
@@ -192,16 +213,14 @@ class TargetDeletion:
                 has_changed |= self._end(level, current, levels[-1])
             if level.is_kept:
                 return False, has_changed
-            if not self._is_dry:
-                os.rmdir(name, dir_fd=folder)
+            self._delete(os.rmdir, name, folder)
             return True, True
         finally:
             os.close(current)
 
     def _enter(self, descriptor: int, name: bytes, path: bytes) -> tuple[_Level, bool]:
         """Delete the files of a folder; return its level, and whether there were any."""
-        status = os.fstat(descriptor)
-        level = _Level(name, path, (status.st_dev, status.st_ino), [])
+        level = _Level(name, path, _identity_of(descriptor), [])
         reason = self._protection(descriptor)
         if reason:
             level.is_kept = True
@@ -229,8 +248,7 @@ class TargetDeletion:
             parent.is_kept = True
             return False
         try:
-            if not self._is_dry:
-                os.rmdir(level.name, dir_fd=parent_descriptor)
+            self._delete(os.rmdir, level.name, parent_descriptor)
         except OSError as err:
             parent.is_kept = True
             self._fail(level.path, err)
@@ -278,8 +296,12 @@ def check_target(target: Path, protected: Collection[Identity]) -> None:
 
 def is_protected(descriptor: int, protected: Collection[Identity]) -> bool:
     """Return whether an open folder is one of the store's."""
+    return _identity_of(descriptor) in protected
+
+
+def _identity_of(descriptor: int) -> Identity:
     status = os.fstat(descriptor)
-    return (status.st_dev, status.st_ino) in protected
+    return status.st_dev, status.st_ino
 
 
 def identities(folders: Sequence[Path]) -> frozenset[Identity]:

@@ -106,7 +106,7 @@ class TreeRestore:
         Raises NotFound, BadInput (the target is no folder or in the store, `delete` is not safe), Corrupt, NoRoom,
         StoreUnavailable.
         """
-        single = None if not path else self._reader.find(path)
+        single = None if not path else self._reader.find_named(path)
         check_target(self._target, self._protected)
         partial = check_delete(self._reader, single, self._options)
         if single is not None and single.entry.kind != EntryKind.FOLDER:
@@ -296,14 +296,12 @@ class TreeRestore:
         return self._options.delete and self._options.accepts is None
 
     def _delete_others(self, descriptor: int, folder: bytes, names: set[bytes]) -> None:
-        failures = self._deletion.counts.failures
-        before = len(failures)
+        before = self._deletion.counts.failed
         try:
             self._deletion.delete_others(descriptor, folder, names)
         except OSError as err:
             self.counts.fail(folder, f"cannot be listed: {reason_of(err)}")
-        for failure in failures[before:]:
-            self.counts.fail(failure.path, f"cannot be deleted: {failure.reason}")
+        self.counts.fail_deletions(folder, self._deletion.counts, before)
 
     def _replace(self, entry: TreeEntry, folder: int) -> bool:
         """Delete a folder that has the name of another entry; return whether it is deleted."""
