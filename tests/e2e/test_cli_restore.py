@@ -282,6 +282,29 @@ def test_dry_run_of_targets_ends_as_the_restore(store: Path, tmp_path: Path, cas
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+def test_dry_run_counts_a_store_once(tmp_path: Path) -> None:
+    """Nothing below a store of the target is restored, so that no folder in it is examined, as in the restore."""
+    home, target = tmp_path / "home", tmp_path / "target"
+    (home / "etc" / "deep").mkdir(parents=True)
+    (home / "etc" / "deep" / "x").touch()
+    with open_store(tmp_path / "store", create=True) as opened:
+        opened.backup("home", [home])
+    open_store(target / "etc", create=True).close()
+    (target / "etc" / "deep").mkdir()
+    os.chown(target / "etc" / "deep", 12345, 12345)
+    (target / "etc" / "deep").chmod(0o700)
+    rights = "-dac_override,-dac_read_search,-fowner,-chown"
+    words = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}", sys.executable, "-m", "nearkin.cli"]
+    words += ["--json", "--store", str(tmp_path / "store"), "restore", "home", "-o", str(target)]
+    planned, done = (
+        json.loads(subprocess.run([*words, *more], env=environment(), capture_output=True, check=False).stdout)
+        for more in (("-n",), ())
+    )
+    assert planned["problems"] == done["problems"] != []
+    assert (planned["failed"], done["failed"]) == (1, 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
 def test_restore_summarises_undeletable_entries(tmp_path: Path) -> None:
     """One line for each folder of the tree and reason, with the number; all are counted, in a dry run too."""
     home, target = tmp_path / "home", tmp_path / "target"

@@ -43,7 +43,7 @@ def ls(
 
     A line is: created (UTC), size, version, key; with --versions then its tags, host and paths, if known. --tag selects
     versions, and without --versions the newest of these of each key; of several --tag one is enough. Versions that
-    cannot be read are reported on stderr: exit code 1.
+    cannot be read are reported on stderr: exit code 5.
     With --deleted: deleted (UTC), until when it can be brought back, version, by whom, key, reason.
 
     nearkin ls

@@ -118,16 +118,19 @@ class _Planner:
 
     def add(self, entry: TreeEntry) -> None:
         """Count one entry; its folder comes before it."""
+        is_folder = entry.kind == EntryKind.FOLDER
+        if entry.folder in self.closed:
+            if is_folder:
+                self.closed.add(entry.path)
+            return
         if self._is_refused(self._access.opening(self._relative(entry.folder)), entry):
             return
         relative = self._relative(entry.path)
         place, exists = os.path.join(self._root, relative), None
         with suppress(OSError):
             exists = os.lstat(place)
-        is_folder = entry.kind == EntryKind.FOLDER
-        if entry.folder in self.closed or (is_folder and exists is not None and self._is_closed(entry, place, exists)):
-            if is_folder:
-                self.closed.add(entry.path)
+        if is_folder and exists is not None and self._is_closed(entry, place, exists):
+            self.closed.add(entry.path)
         elif is_folder:
             self._add_folder(entry, relative, exists)
         else:
