@@ -14,7 +14,7 @@ import nearkin
 from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin.local.damage_notes import NAME, NOTED_MAX, DamageNotes, suspect_containers
 from nearkin.store import Store, open_store
-from nearkin_shared.errors import Corrupt, NearkinError
+from nearkin_shared.errors import Corrupt, KeysLost, NearkinError
 from nearkin_shared.storage.containers import id_of
 from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.types import Locations
@@ -209,6 +209,10 @@ def test_damage_notes_hold_a_bounded_number(tmp_path: Path) -> None:
         assert len(notes.read()) == NOTED_MAX
         (store.root / NAME).write_bytes(b"nonsense\n" + b"%016x\n" % 5 + b"12")
         assert notes.read() == {5}
+        lost = KeysLost("keys")
+        lost.container = 9
+        notes.note(lost, Locations.empty(), store._containers)
+        assert notes.read() == {5}, "no damage: the keys may be restored"
 
 
 def test_suspects_are_the_one_that_an_error_names() -> None:

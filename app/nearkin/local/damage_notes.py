@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from nearkin_shared.errors import Corrupt, NearkinError, StoreUnavailable
+from nearkin_shared.errors import Corrupt, KeysLost, NearkinError, StoreUnavailable
 from nearkin_shared.formats.directory import Directory
 from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.storage.containers import ContainerStore
@@ -45,7 +45,8 @@ class DamageNotes:
     def read(self) -> frozenset[int]:
         """Return the noted containers."""
         try:
-            return _parse(self._path.read_bytes())
+            with self._path.open("rb") as file:
+                return _parse(file.read(_BYTES_MAX))
         except FileNotFoundError:
             return frozenset()
         except OSError as err:
@@ -53,7 +54,12 @@ class DamageNotes:
             return frozenset()
 
     def note(self, err: Corrupt, chunks: Locations, containers: ContainerStore) -> None:
-        """Note the containers that may be the cause of a read error."""
+        """Note the containers that may be the cause of a read error.
+
+        None for lost keys: once these are restored, all that they encrypt is intact.
+        """
+        if isinstance(err, KeysLost):
+            return
         try:
             suspects = suspect_containers(err, chunks, self._quarantine.read(), containers.of(None).directory)
         except NearkinError as other:
@@ -91,6 +97,9 @@ class DamageNotes:
     def _locked(self) -> Iterator[int]:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
+            if not os.geteuid():  # as root in the store of a user, who is to write it later
+                folder = self._path.parent.stat()
+                os.fchown(descriptor, folder.st_uid, folder.st_gid)
             lock_file(descriptor, wait=True)
             yield descriptor
         finally:
