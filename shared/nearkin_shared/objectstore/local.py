@@ -86,11 +86,11 @@ class LocalObjectStore:
         that its manifests name would be freed. Raises StoreUnavailable.
         """
         folders = [prefix.rstrip("/")]
-        self._check_folders(self._root / folders[0])
+        self._check_folders(f"{self._root}/{folders[0]}")
         while folders:
             folder = folders.pop()
             try:
-                with os.scandir(self._root / folder) as entries:
+                with os.scandir(f"{self._root}/{folder}") as entries:
                     for entry in entries:
                         name = f"{folder}/{entry.name}".lstrip("/")
                         if entry.is_dir():
@@ -130,8 +130,12 @@ class LocalObjectStore:
 
     def _check_link(self, name: str) -> None:
         """Raise StoreUnavailable for a dangling link."""
-        path = self._root / name
-        if path.is_symlink() and not path.exists():
+        path = f"{self._root}/{name}"
+        try:
+            status = os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        if stat.S_ISLNK(status.st_mode) and not os.path.exists(path):
             raise StoreUnavailable(
                 f"{os.fsencode(name).decode(errors='backslashreplace')}: a link to {os.readlink(path)!r}, which is not "
                 "there; mount it, move the folder that it linked to here, or remove the link"
@@ -158,7 +162,7 @@ class LocalObjectStore:
         final = self._root / name
         failpoint("object.begun")
         try:
-            self._check_folders(final.parent)
+            self._check_folders(str(final.parent))
             self._make_folder(final.parent)
             check_no_link(self._scratch)
             _make(self._scratch)
@@ -189,7 +193,7 @@ class LocalObjectStore:
         """Write, fsync, rename over the name, fsync the folder."""
         final = self._root / name
         try:
-            self._check_folders(final.parent)
+            self._check_folders(str(final.parent))
             self._make_folder(final.parent)
             check_no_link(self._scratch)
             _make(self._scratch)
@@ -316,7 +320,7 @@ class LocalObjectStore:
         """Delete an object, durably: it must not return without objects deleted after it."""
         path = self._root / name
         try:
-            self._check_folders(path.parent)
+            self._check_folders(str(path.parent))
             os.unlink(path)
             failpoint("object.unlinked")
             self._sync_removal(path.parent)
@@ -359,7 +363,7 @@ class LocalObjectStore:
         folder, _, last = name.rpartition("/")
         above = folder.rpartition("/")[0]
         if above not in ready:
-            self._check_folders(self._root / above)
+            self._check_folders(f"{self._root}/{above}")
             self._make_folder(self._root / above)
             ready.add(above)
         made = f"{self._root}/{folder}"
@@ -400,11 +404,16 @@ class LocalObjectStore:
                 raise
         self._settled.add(folder.parent)
 
-    def _check_folders(self, folder: Path) -> None:
-        """Raise LinkRefused if a folder of objects or a parent is a link of another user."""
-        while folder != self._root:
+    def _check_folders(self, folder: str) -> None:
+        """Raise LinkRefused if a folder of objects or a parent is a link of another user.
+
+        Paths as text: a group of small records checks some for each of them.
+        """
+        root_characters = len(str(self._root))
+        folder = folder.rstrip("/")
+        while len(folder) > root_characters:
             check_linked_folder(folder)
-            folder = folder.parent
+            folder = folder.rpartition("/")[0]
 
 
 def write_durably(path: Path, parts: Sequence[Payload], *, drop: bool) -> None:

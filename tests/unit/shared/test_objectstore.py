@@ -237,8 +237,8 @@ def test_folder_that_fails_while_it_is_listed_is_an_error(tmp_path: Path, monkey
     objects.put_new("a/below/y", b"1")
     real = os.scandir
 
-    def scandir(folder: Path) -> Any:
-        if folder == tmp_path / "a/below":
+    def scandir(folder: str) -> Any:
+        if Path(folder) == tmp_path / "a/below":
             raise OSError(errno.EIO, "Input/output error")
         return real(folder)
 
