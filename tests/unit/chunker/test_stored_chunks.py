@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from nearkin.lab.generated_data import random_bytes, text_like
-from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns
-from nearkin_chunker.splitter import CARRY_BYTES_MAX, Arenas, Cutter, FilledArena
+from nearkin_chunker import BlobRun, ChunkerStage, FrameRuns, arena_filler
+from nearkin_chunker.arena_filler import ArenaFiller
+from nearkin_chunker.splitter import Arenas, Cutter
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.pipeline.stage import LookupResults
 from nearkin_shared.types import U8, Locations, SegmentBatch, StoredChunks
@@ -15,6 +16,7 @@ from tests.support.data.stores import settings
 
 FINGERPRINTER = Fingerprinter(bytes(range(32)), "tenant")
 BATCH_BYTES = 2 * 1024 * 1024
+PIECE_BYTES = 100_000
 
 
 def chunks_of(batch: SegmentBatch) -> StoredChunks:
@@ -25,8 +27,8 @@ def chunks_of(batch: SegmentBatch) -> StoredChunks:
     )
 
 
-def fed(rules: str, parts: list[bytes | StoredChunks], piece_bytes: int) -> tuple[list[SegmentBatch], list[bytes]]:
-    """Feed parts of one blob as the embedded writer does; return the batches and the payloads of their fresh rows."""
+def fed(rules: str, parts: list[bytes | StoredChunks]) -> tuple[list[SegmentBatch], list[bytes]]:
+    """Feed parts of one blob as the embedded writer does; return the batches and their fresh chunks."""
     chosen = settings({"chunker": {"rules": rules}, "runner": {"batch_bytes": BATCH_BYTES}})
     arenas, batches, fresh = Arenas(BATCH_BYTES), list[SegmentBatch](), list[bytes]()
 
@@ -38,39 +40,23 @@ def fed(rules: str, parts: list[bytes | StoredChunks], piece_bytes: int) -> tupl
             fresh.append(batch.payload[start : start + int(batch.lengths[row])].tobytes())
 
     cutter = Cutter(chosen, FINGERPRINTER, arenas, keep)
-    arena, used, runs = arenas.take(), CARRY_BYTES_MAX, [BlobRun(0, CARRY_BYTES_MAX, CARRY_BYTES_MAX, False)]
-
-    def fill() -> None:
-        nonlocal arena, used, runs
-        cutter.cut(FilledArena(arena, tuple(runs)))
-        arena, used = arenas.take(), CARRY_BYTES_MAX
-        arena[used:] = 0xEE
-        runs = [BlobRun(0, used, used, False)]
-
+    filler = ArenaFiller(arenas, cutter.cut, cutter.cut)
+    filler.begin(0)
     for part in parts:
-        if isinstance(part, bytes):
-            rest = np.frombuffer(part, np.uint8)
-            while len(rest):
-                if used == len(arena):
-                    fill()
-                count = min(len(rest), len(arena) - used, piece_bytes)
-                arena[used : used + count], rest = rest[:count], rest[count:]
-                used += count
-                runs[-1] = BlobRun(0, runs[-1].start, used, False)
-                if piece_bytes < BATCH_BYTES:
-                    cutter.cut(FilledArena(arena, tuple(runs), full=False))
-            runs[-1] = BlobRun(0, runs[-1].start, used, True, False)
-            runs.append(BlobRun(0, used, used, False))
+        if isinstance(part, StoredChunks):
+            filler.take_over(part)
             continue
-        for row in range(len(part)):
-            chunk = part.take(slice(row, row + 1))
-            if used + int(chunk.lengths[0]) > len(arena):
-                fill()
-            start, used = used, used + int(chunk.lengths[0])
-            runs[-1] = BlobRun(0, start, used, True, False, chunk)
-            runs.append(BlobRun(0, used, used, False))
-    runs[-1] = BlobRun(0, used, used, True)
-    cutter.cut(FilledArena(arena, tuple(runs)))
+        position = 0
+        while position < len(part):
+            window = filler.window()
+            window[:] = b"\xee" * len(window)
+            count = min(len(window), len(part) - position, PIECE_BYTES)
+            window[:count] = part[position : position + count]
+            filler.advance(count)
+            position += count
+        filler.end_chunk()
+    filler.end()
+    filler.flush()
     return batches, fresh
 
 
@@ -89,15 +75,18 @@ def joined_ids(batches: list[SegmentBatch]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("rules", ["none", "all"])
-@pytest.mark.parametrize("piece_bytes", [BATCH_BYTES, 100_000])
+@pytest.mark.parametrize("step_bytes", [BATCH_BYTES, 300_000])
 @pytest.mark.parametrize("kept_bytes", [9_000, 300_000, 5_000_000])
-def test_stored_chunks_have_the_segments_of_their_bytes(kept_bytes: int, piece_bytes: int, rules: str) -> None:
+def test_stored_chunks_have_the_segments_of_their_bytes(
+    kept_bytes: int, step_bytes: int, rules: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between new bytes, alone, over the end of a batch, and as the tail that the next batch goes on with."""
+    monkeypatch.setattr(arena_filler, "STEP_BYTES", step_bytes)
     kept = text_like(kept_bytes, 1)
     stored = chunks_of(decided(rules, kept, []))
     new = [random_bytes(50_000, 2), text_like(3_000, 3), random_bytes(1_900_000, 4)]
     parts: list[bytes | StoredChunks] = [new[0], stored, new[1], stored, new[2], stored]
-    batches, fresh = fed(rules, parts, piece_bytes)
+    batches, fresh = fed(rules, parts)
     content = b"".join(part if isinstance(part, bytes) else kept for part in parts)
     borders = np.cumsum([len(part) if isinstance(part, bytes) else len(kept) for part in parts]).tolist()
     expected = decided(rules, content, borders[:-1])
@@ -111,9 +100,8 @@ def test_stored_chunks_have_the_segments_of_their_bytes(kept_bytes: int, piece_b
 
 
 def test_claimed_rows_of_a_part_are_counted_from_its_start() -> None:
-    batch = fed("none", [random_bytes(20_000, 1), chunks_of(decided("none", text_like(200_000, 2), []))], BATCH_BYTES)[
-        0
-    ][0]
+    kept = chunks_of(decided("none", text_like(200_000, 2), []))
+    batch = fed("none", [random_bytes(20_000, 1), kept])[0][0]
     assert batch.claimed is not None
     middle = slice(int(batch.claimed.rows[3]), int(batch.claimed.rows[6]))
     payload: U8 = batch.payload
