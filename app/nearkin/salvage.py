@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 from blake3 import blake3
 
-from nearkin_shared.errors import PermanentError
+from nearkin_shared.errors import Corrupt, PermanentError
 from nearkin_shared.fingerprints import Fingerprinter
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.reading.chunk_reader import ChunkReader
@@ -135,12 +135,15 @@ class SalvagedBlob:
         try:
             chunks, _ = segment_chunks(self._one(number), self._source)
         except PermanentError as err:
+            if isinstance(err, Corrupt):
+                self._source.on_damage(err, Locations.empty(), self._source)
             yield from self._lose(offset, length_bytes, name, str(err))
             return
         whole = self._read_intact(chunks, length_bytes)
         if whole is not None:
             yield whole
             return
+        self._source.on_damage(Corrupt(f"{self._named()}: a segment in {name} is damaged"), chunks, self._source)
         plans, problems = self._plan_each(chunks)
         lengths = [None if plan is None else int(plan.lengths[0]) for plan in plans]
         for part in place(lengths, length_bytes):

@@ -70,6 +70,18 @@ def test_put_after_a_failed_read_is_complete(broken: Path, kind: str, read_only:
         assert not store.damage_notes.read()
 
 
+def test_put_after_a_salvage_is_complete(broken: Path) -> None:
+    """A salvage that meets the damage first has it noted, too."""
+    with open_store(broken, settings=CHOSEN, read_only=True) as store:
+        salvaged = store.salvage("data")
+        assert b"".join(salvaged) != DATA
+        assert salvaged.holes
+    with open_store(broken, settings=CHOSEN) as store:
+        store.put("data", DATA)
+        assert store.get("data", 2).read() == DATA
+        assert not store.verify().damage
+
+
 def test_put_after_damage_of_a_base_is_complete(tmp_path: Path) -> None:
     """A read that fails at a base notes the base too: its own content is stored again."""
     root = tmp_path / "store"
