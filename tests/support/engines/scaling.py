@@ -11,7 +11,6 @@ Invariant: all random choices derive from one seed, which is printed.
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,15 +18,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tests.support.engines.durability import Promises, Report
-from tests.support.servers.pipeline import FUSED, GATEWAY, SPLIT, Pipeline, replicas_of
+from tests.support.servers.pipeline import ENDED, FUSED, GATEWAY, SPLIT, Pipeline, replicas_of
 from tests.support.servers.server import free_port
 from tests.support.servers.servers import Kafka, Redis
 
 REPLICAS_MAX = 4
 STEPS = (*range(2, REPLICAS_MAX + 1), *range(REPLICAS_MAX - 1, 0, -1))
 """Numbers of replicas, one after another."""
-ENDED = (0, -signal.SIGTERM)
-"""Exit codes of a worker that was asked to end; the second one if its interpreter was still starting."""
 WAIT_SECONDS_MAX = 30.0
 """Longest wait for the blobs before a step: the replicas change even if puts are slow."""
 SCALED: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(

@@ -29,7 +29,7 @@ import click
 import redis as redis_client
 
 from tests.support.engines.durability import Promises, Report
-from tests.support.servers.pipeline import GATEWAY, SPLIT, Pipeline
+from tests.support.servers.pipeline import ENDED, GATEWAY, SPLIT, Pipeline
 from tests.support.servers.server import free_port
 from tests.support.servers.servers import Kafka, Redis
 
@@ -129,7 +129,7 @@ class Deaths:
             self.report.blobs = len(puts)
             self.report.settle_seconds = time.monotonic() - settling
             codes = pipeline.stop()
-            if any(code not in (0, -signal.SIGTERM) for code in codes.values()):
+            if any(code not in ENDED for code in codes.values()):
                 self.report.problems.append(f"workers ended with {codes}")
         self.report.seconds = time.monotonic() - started
         return self.report

@@ -39,6 +39,8 @@ SPLIT = ("chunker", "dedup", "resemblance", "delta", "maintenance")
 FUSED = ("pipeline", "maintenance")
 """All stages in one process."""
 GATEWAY = "gateway"
+ENDED = (0, -signal.SIGTERM)
+"""Exit codes of a worker that was asked to end; the second one if its interpreter was still starting."""
 STOP_SECONDS_MAX = 90.0
 ABORT_SECONDS_MAX = 30.0
 POLL_SECONDS = 0.05
