@@ -6,8 +6,10 @@ import os
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 
 import nearkin
@@ -15,6 +17,7 @@ from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin.local.damage_notes import NAME, NOTED_MAX, DamageNotes, suspect_containers
 from nearkin.store import Store, open_store
 from nearkin_shared.errors import Corrupt, KeysLost, NearkinError
+from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.storage.containers import id_of
 from nearkin_shared.storage.quarantine import Quarantine
 from nearkin_shared.types import Locations
@@ -237,3 +240,22 @@ def test_suspects_are_the_one_that_an_error_names() -> None:
 
     assert suspect_containers(named, Locations.empty(), {}, no_directory) == {9}  # type: ignore[arg-type]
     assert suspect_containers(Corrupt("other"), Locations.empty(), {}, no_directory) == frozenset()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_suspects_go_beyond_an_unreadable_directory(is_known: bool) -> None:
+    """The broken block may be in another container than a base whose directory is broken, quarantined or not."""
+    bases: dict[int, list[int]] = {11: [], 12: [13]}
+
+    def directory_of(container: int) -> SimpleNamespace:
+        if container not in bases:
+            err = Corrupt("directory")
+            err.container = container
+            raise err
+        return SimpleNamespace(base_containers=lambda: bases[container])
+
+    none = np.zeros(0, np.uint32)
+    known = {13: PendingDelete(1, none, none, whole=True)} if is_known else {}
+    chunks = Locations(np.array([11, 12], np.uint64), np.array([0, 5], np.uint32))
+    suspects = suspect_containers(Corrupt("block 0"), chunks, known, directory_of)  # type: ignore[arg-type]
+    assert suspects == ({11, 12} if is_known else {11, 12, 13})

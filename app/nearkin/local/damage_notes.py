@@ -123,8 +123,8 @@ def suspect_containers(
 ) -> frozenset[int]:
     """Return the containers that may be the cause of a read error.
 
-    The one that the error names; else those with the chunks that were read, and with their bases. None if the damage is
-    `known`: quarantined.
+    The one that the error names; else those with the chunks that were read, and with their bases, except those that are
+    `known`: quarantined as a whole. None if chunks that were read are quarantined.
     """
     if is_listed(known, chunks).any():
         return frozenset()
@@ -136,7 +136,11 @@ def suspect_containers(
         try:
             bases = directory_of(ContainerId(waiting.pop())).base_containers()
         except Corrupt as damaged:
-            return frozenset() if damaged.container is None else frozenset({damaged.container})
+            if damaged.container is None:
+                return frozenset()
+            if damaged.container in known and known[damaged.container].whole:
+                found.discard(damaged.container)
+            continue  # the error may be of another one: all are verified
         more = set(bases) - found - {int(ZERO)}
         found |= more
         waiting.extend(more)
