@@ -4,6 +4,8 @@
                     the first shard alone, also while its index is not complete
     GET  /livez     200 while the process works        GET /readyz   200 once the index is complete
 
+A lookup that memory answers is answered in the loop: a thread for each costs more than the lookup.
+
     400 request refused   401 token   404 no such call   409 other shard or store   413 too large   503 not ready
 
 Invariant: no call is answered before the index has all entries of the store (I5), nor after it was found damaged.
@@ -16,13 +18,14 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from nearkin_index.shard_index import ShardIndex
 from nearkin_index.state_file import StateFile
@@ -32,13 +35,15 @@ from nearkin_shared.index.shards import shard_messages as messages
 from nearkin_shared.index.shards.shard_messages import BODY_BYTES_MAX, SHARD_HEADER, numbers_of
 from nearkin_shared.index.shards.state_messages import STATE_REQUESTS
 
+CALLS_PATH = "/v1/"
+_POSITION = SHARD_HEADER.encode()
 _log = logging.getLogger("nearkin.index")
-
+Answer = TypeVar("Answer", bytes, bytes | None)
 
 Calls = Mapping[str, Callable[[Any], object]]
 
 
-def _run_call(calls: Calls, call: str, body: bytes | bytearray) -> bytes:
+def _run_call(calls: Calls, call: str, body: bytes) -> bytes:
     """Return the answer to a call. Raises NearkinError."""
     answer = calls[call](messages.decode_request(call, body))
     return messages.encode(answer) if call in messages.ANSWERS else b""
@@ -59,7 +64,7 @@ class StateCalls:
             "remove_value": lambda request: state.remove(request.name, request.value),
         }
 
-    def run(self, call: str, body: bytes | bytearray) -> bytes:
+    def run(self, call: str, body: bytes) -> bytes:
         """Return the answer to a call. Raises NearkinError."""
         return _run_call(self._calls, call, body)
 
@@ -76,9 +81,18 @@ class ShardCalls:
             name: getattr(self, name) for name in messages.REQUESTS.keys() - STATE_REQUESTS.keys() - {"ready"}
         }
 
-    def run(self, call: str, body: bytes | bytearray) -> bytes:
+    def run(self, call: str, body: bytes) -> bytes:
         """Return the answer to a call. Raises NearkinError."""
         return _run_call(self._calls, call, body)
+
+    def run_at_once(self, call: str, body: bytes) -> bytes | None:
+        """Return the answer to a lookup that need not wait for a disk or another call, else None.
+
+        Raises: NearkinError.
+        """
+        request: messages.Lookup = messages.decode_request(call, body)
+        found = self._index.at_once(request.table, request.rows)
+        return None if found is None else messages.encode(messages.Located.of(*found))
 
     def locate(self, request: messages.Lookup) -> messages.Located:
         """Look up keys."""
@@ -145,20 +159,42 @@ class ShardCalls:
             return self._index.generation
 
 
+class _Refused(Exception):
+    """Answer that refuses a request: status and text."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
 class ShardApp:
-    """State of a shard's application: without calls until its index is complete."""
+    """ASGI application of a shard: without calls of the index until that is complete.
+
+    Calls are answered without Starlette, whose requests and routes cost more than a lookup.
+    """
 
     def __init__(self, position: str, token: str, on_damage: Callable[[], None], state: StateFile | None) -> None:
         """`state`: the fleet's shared state, of the first shard."""
-        self._position, self._token, self._on_damage = position, token, on_damage
+        self._position, self._on_damage = position.encode(), on_damage
+        self._authorization = f"Bearer {token}".encode() if token else b""
         self._state = None if state is None else StateCalls(state)
         self.calls: ShardCalls | None = None
-        routes = [
-            Route("/livez", self._live, methods=["GET"]),
-            Route("/readyz", self._ready, methods=["GET"]),
-            Route("/v1/{call}", self._answer, methods=["POST"]),
-        ]
-        self.app: Starlette = Starlette(routes=routes)
+        routes = [Route("/livez", self._live, methods=["GET"]), Route("/readyz", self._ready, methods=["GET"])]
+        self._probes = Starlette(routes=routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(CALLS_PATH):
+            await self._probes(scope, receive, send)
+            return
+        try:
+            status, content = 200, await self._answer(scope, receive)
+        except _Refused as err:
+            status, content = err.status, str(err).encode()
+        kind = b"application/msgpack" if status == 200 else b"text/plain; charset=utf-8"
+        headers = [(b"content-length", b"%d" % len(content)), (b"content-type", kind)]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
 
     async def _live(self, _: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -167,59 +203,65 @@ class ShardApp:
         is_ready = self.calls is not None
         return PlainTextResponse("ok\n" if is_ready else "the index is being completed\n", 200 if is_ready else 503)
 
-    async def _answer(self, request: Request) -> Response:
-        call = request.path_params["call"]
-        refused = self._refusal(request, call)
-        if refused is not None:
-            return refused
-        body = await _bounded_body(request)
-        if body is None:
-            return PlainTextResponse(f"body: more than {BODY_BYTES_MAX} bytes; send fewer rows", 413)
+    async def _answer(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the answer to a call. Raises _Refused."""
+        call, headers = scope["path"][len(CALLS_PATH) :], dict(scope["headers"])
+        self._check(call, headers)
+        body = await _bounded_body(headers, receive)
         if call == "ready":
-            return Response(messages.encode(self.calls is not None), media_type="application/msgpack")
+            return messages.encode(self.calls is not None)
         calls = self._state if call in STATE_REQUESTS else self.calls
         if calls is None:
-            return PlainTextResponse("the index is being completed; try again", 503)
-        return await run_in_threadpool(self._run, calls, call, body)
+            raise _Refused(503, "the index is being completed; try again")
+        if isinstance(calls, ShardCalls) and call == "locate":
+            answer = self._run(calls.run_at_once, call, body)
+            if answer is not None:
+                return answer
+        return await run_in_threadpool(self._run, calls.run, call, body)
 
-    def _refusal(self, request: Request, call: str) -> Response | None:
-        given = request.headers.get("authorization", "").encode()
-        if self._token and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-            return PlainTextResponse("token: missing or wrong; give the token of the shards", 401)
+    def _check(self, call: str, headers: Mapping[bytes, bytes]) -> None:
+        """Raise _Refused for a wrong token, call or position."""
+        given = headers.get(b"authorization", b"")
+        if self._authorization and not hmac.compare_digest(given, self._authorization):
+            raise _Refused(401, "token: missing or wrong; give the token of the shards")
         if call not in messages.REQUESTS:
-            return PlainTextResponse(f"call {call[:40]!r}: there is none", 404)
+            raise _Refused(404, f"call {call[:40]!r}: there is none")
         if call in STATE_REQUESTS and self._state is None:
-            return PlainTextResponse(f"call {call}: the first shard alone has the shared state", 404)
-        position = request.headers.get(SHARD_HEADER, "")
+            raise _Refused(404, f"call {call}: the first shard alone has the shared state")
+        position = headers.get(_POSITION, b"")
         if position != self._position:
-            return PlainTextResponse(
-                f"{SHARD_HEADER} {position[:80]!r}: this is {self._position!r}; correct the URLs of the shards",
-                409,
-            )
-        return None
+            this, other = self._position.decode(), position[:80].decode("latin-1")
+            raise _Refused(409, f"{SHARD_HEADER} {other!r}: this is {this!r}; correct the URLs of the shards")
 
-    def _run(self, calls: ShardCalls | StateCalls, call: str, body: bytearray) -> Response:
+    def _run(self, run: Callable[[str, bytes], Answer], call: str, body: bytes) -> Answer:
+        """Return the answer to a call. Raises _Refused."""
         try:
-            return Response(calls.run(call, body), media_type="application/msgpack")
+            return run(call, body)
         except IndexDamaged as err:
             _log.exception("%s: the shard stops, and rebuilds its index when it starts", call)
             self.calls = None
             self._on_damage()
-            return PlainTextResponse(str(err), 503)
+            raise _Refused(503, str(err)) from err
         except (BadInput, PermanentError) as err:
-            return PlainTextResponse(str(err), 400)
+            raise _Refused(400, str(err)) from err
         except NearkinError as err:
-            return PlainTextResponse(str(err), 503)
+            raise _Refused(503, str(err)) from err
 
 
-async def _bounded_body(request: Request) -> bytearray | None:
-    """Return the body, or None if it is too large."""
-    declared = request.headers.get("content-length", "0")
+async def _bounded_body(headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+    """Return the body of a request. Raises _Refused, if it is too large."""
+    refused = _Refused(413, f"body: more than {BODY_BYTES_MAX} bytes; send fewer rows")
+    declared = headers.get(b"content-length", b"0")
     if declared.isdigit() and int(declared) > BODY_BYTES_MAX:
-        return None
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > BODY_BYTES_MAX:
-            return None
-    return body
+        raise refused
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Refused(400, "body: the connection ended before it was complete")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > BODY_BYTES_MAX:
+            raise refused
+        if not message.get("more_body", False):
+            return b"".join(parts)

@@ -20,7 +20,11 @@ from nearkin_shared.index.protocols import ContainerSummary
 from nearkin_shared.index.shards.key_ranges import owners_of_names
 from nearkin_shared.index.shards.shard_messages import ROWS_A_PAGE, ContainerPart, numbers_of
 from nearkin_shared.index.tablets.tablet_tables import Directories, TabletOptions, TabletTables
-from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, ContainerId, Locations
+from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, Bools, ContainerId, Locations
+
+KEYS_AT_ONCE = {"chunks": 1 << 14, "segments": 1 << 8}
+"""Keys that are looked up between two steps of the server's loop, in at most some 10 ms: names of chunks are in memory;
+each segment may read a row of LMDB from the disk, super-features several."""
 
 
 class OwnDirectories:
@@ -70,6 +74,13 @@ class ShardIndex(LmdbIndex):
         """Have all tags in memory, and a snapshot of them. Raises StoreUnavailable."""
         _ = self.report  # of the tags, which are read for it
         self.tablets.save()
+
+    def at_once(self, table: str, keys: U8) -> tuple[Locations, Bools] | None:
+        """Return (locations, found) of keys as `at` does, if they are few and memory has all of it; else None."""
+        if not 0 < len(keys) <= KEYS_AT_ONCE.get(table, 0):
+            return None
+        with self._reading(buffers=True) as txn:
+            return self.tablets.locate_at_once(txn, table, keys)
 
     def add_parts(self, parts: Sequence[ContainerPart]) -> None:
         """Add the entries of durable containers in one transaction; existing entries stay."""

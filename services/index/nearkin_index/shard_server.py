@@ -150,7 +150,7 @@ class ShardServer:
         self.shard: ShardApp = ShardApp(position, options.token, self.stop, state)
         self._server = _CallServer(
             uvicorn.Config(
-                self.shard.app,
+                self.shard,
                 host=options.host,
                 port=options.port,
                 loop="uvloop",
@@ -160,6 +160,7 @@ class ShardServer:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                date_header=False,
                 proxy_headers=False,
                 limit_concurrency=CONCURRENCY_MAX,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -40,6 +40,10 @@ class CachePolicy(StrEnum):
     """Those used last; after a read, the next container of the stream is read too."""
 
 
+class NotCached(Exception):
+    """A tablet is not in memory."""
+
+
 @frozen
 class Tablet:
     """Names uint8[n, width] of one container, their tags ascending, and the ordinal of each."""
@@ -113,6 +117,14 @@ class TabletCache:
             tablet = self._read_ahead(container) or self._load(container)
             if successor is not None and self._policy is CachePolicy.PREFETCH:
                 self._load_ahead(successor)
+        return tablet
+
+    def get_cached(self, container: int) -> Tablet:
+        """Return a container's tablet. Raises NotCached, if it must be read."""
+        tablet = self._cached(container)
+        if tablet is None:
+            raise NotCached
+        counters.CACHE_LOOKUPS.add(1, "tablets", "yes")
         return tablet
 
     def _cached(self, container: int) -> Tablet | None:

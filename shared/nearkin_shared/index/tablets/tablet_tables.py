@@ -39,7 +39,7 @@ from nearkin_shared.index.lmdb.lmdb_removal import Removals, find_keys, is_remov
 from nearkin_shared.index.tablets import hook_levels
 from nearkin_shared.index.tablets.container_tags import BYTES_A_TAG, ContainerTags
 from nearkin_shared.index.tablets.hook_levels import HookLevels
-from nearkin_shared.index.tablets.tablet_cache import CachePolicy, Tablet, TabletCache, words_of
+from nearkin_shared.index.tablets.tablet_cache import CachePolicy, NotCached, Tablet, TabletCache, words_of
 from nearkin_shared.index.tablets.tablet_search import RECENT_MAX, RecentContainers, TabletOf, TabletSearch, champions
 from nearkin_shared.index.tablets.tag_snapshot import TagSnapshot, read_snapshot, write_snapshot
 from nearkin_shared.kernels.tag_table import FILTER_BITS_MAX, tag_mixes
@@ -246,6 +246,26 @@ class TabletTables(EntryTables):
             key_tags = words_of(keys, _CHECK_TAG_AT) if is_chunk else tags_of_segments(keys)
             tablet_of = self._chunk_tablet if is_chunk else self._segment_reader(txn)
             return self._find(tags, keys, key_tags, tablet_of, self._recent[table])
+
+    def locate_at_once(self, txn: Any, table: str, keys: U8) -> tuple[Locations, Bools] | None:
+        """Return (locations, found) of chunks or segments if it need not wait, else None.
+
+        It waits for another call, for tags that another process changed, and for tablets that are not in memory.
+        """
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            row = bytes(txn.get(_META, _NO_STATE, db=self._meta))
+            if self._tags is None or row != self._seen:
+                return None
+            is_chunk = table == "chunks"
+            key_tags = words_of(keys, _CHECK_TAG_AT) if is_chunk else tags_of_segments(keys)
+            tablet_of = self.tablets.get_cached if is_chunk else self._segment_reader(txn)
+            return self._find(self._tags, keys, key_tags, tablet_of, self._recent[table])
+        except NotCached:
+            return None
+        finally:
+            self._lock.release()
 
     def _find(
         self, tags: ContainerTags, keys: U8, key_tags: U64, tablet_of: TabletOf, recent: RecentContainers | None = None
