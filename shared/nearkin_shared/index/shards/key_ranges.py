@@ -45,6 +45,15 @@ def owners_of_keys(table: str, keys: U8, count: int) -> Owners:
     return owners_of_values(values.astype(np.uint64), count)
 
 
+def rows_by_owner(table: str, keys: U8, count: int) -> list[Owners]:
+    """Return the rows of the keys of each shard, ascending."""
+    if count == 1:
+        return [np.arange(len(keys))]
+    owners = owners_of_keys(table, keys, count).astype(np.uint8)
+    rows = np.argsort(owners, kind="stable")
+    return np.split(rows, np.cumsum(np.bincount(owners, minlength=count))[:-1])
+
+
 def part_of(claims: ContainerEntries, number: int, count: int) -> ContainerPart:
     """Return what one shard of `count` keeps of a container."""
     chunks = claims.directory.chunks

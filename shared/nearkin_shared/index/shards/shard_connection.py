@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
+from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 from blake3 import blake3
 
 from nearkin_shared.errors import BadInput, ConfigError, StoreUnavailable
+from nearkin_shared.index.shards.http_connection import HttpConnection, HttpFailure
 from nearkin_shared.index.shards.shard_messages import SHARD_HEADER, decode_answer, encode
 from nearkin_shared.utils.url_masking import mask_urls
 
@@ -48,41 +51,118 @@ class ShardConnection:
 
         Raises: ConfigError.
         """
-        if urlsplit(url).scheme not in {"http", "https"} or not urlsplit(url).hostname:
+        if not _is_url(url):
             raise ConfigError(f'index shard "{mask_urls(url)}": give a URL such as http://index-0.index:7420')
         self.name: str = f"index shard {mask_urls(url)}"
-        self._retries = retries
+        self.retries = retries
         headers = {SHARD_HEADER: position, "content-type": "application/msgpack"}
         if token:
             headers["authorization"] = f"Bearer {token}"
-        limits = httpx.Limits(max_connections=CONNECTIONS_MAX, max_keepalive_connections=CONNECTIONS_MAX)
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout_seconds, limits=limits)
+        self._connect = partial(HttpConnection, url, headers, timeout_seconds)
+        self._idle: deque[HttpConnection] = deque(maxlen=CONNECTIONS_MAX)
 
     def call(self, name: str, request: object) -> Any:
         """Send a request and return its answer; all requests may be repeated.
 
         Raises: StoreUnavailable, if the shard stays away or is not ready; BadInput, ConfigError.
         """
-        body, pause_seconds, problem = encode(request), PAUSE_SECONDS, ""
-        for attempt in range(self._retries + 1):
+        return self.start(name, request).answer()
+
+    def start(self, name: str, request: object) -> ShardCall:
+        """Send a request, whose answer must be awaited or abandoned."""
+        return ShardCall(self, name, encode(request))
+
+    def take(self) -> HttpConnection:
+        """Return a connection that no other call uses. Raises HttpFailure."""
+        while self._idle:
+            with suppress(IndexError):  # another thread took the last one
+                kept = self._idle.pop()
+                if kept.is_idle:
+                    return kept
+                kept.close()
+        return self._connect()
+
+    def give_back(self, connection: HttpConnection) -> None:
+        """Keep a connection whose answer was read for other calls."""
+        if len(self._idle) < CONNECTIONS_MAX:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        """Close all connections that no call uses."""
+        while self._idle:
+            with suppress(IndexError):
+                self._idle.pop().close()
+
+
+class ShardCall:
+    """One request that was sent, and is sent again until the shard answers."""
+
+    def __init__(self, shard: ShardConnection, name: str, body: bytes) -> None:
+        self._shard, self._name, self._body = shard, name, body
+        self._problem = ""
+        self._connection: HttpConnection | None = None
+        self._send()
+
+    def _send(self) -> None:
+        try:
+            self._connection = self._shard.take()
+            self._connection.send(f"/v1/{self._name}", self._body)
+        except HttpFailure as err:
+            self._fail(err)
+
+    def _fail(self, err: HttpFailure) -> None:
+        self._problem = f"does not answer ({err})"
+        self.abandon()
+
+    def answer(self) -> Any:
+        """Return the answer.
+
+        Raises: StoreUnavailable, if the shard stays away or is not ready; BadInput, ConfigError.
+        """
+        pause_seconds = PAUSE_SECONDS
+        for attempt in range(self._shard.retries + 1):
             if attempt:
                 time.sleep(pause_seconds * random.uniform(0.5, 1.0))  # noqa: S311
                 pause_seconds = min(PAUSE_SECONDS_MAX, pause_seconds * 2)
-            try:
-                response = self._client.post(f"/v1/{name}", content=body)
-            except httpx.TransportError as err:
-                problem = f"does not answer ({type(err).__name__})"
-                continue
-            if response.status_code == 200:
-                return decode_answer(name, response.content)
-            problem = f"answers {response.status_code}: {response.text[:500]}"
-            if response.status_code not in _AGAIN:
-                break
+                self._send()
+            status, content = self._received()
+            if status == 200:
+                return decode_answer(self._name, content)
+            if status:
+                self._problem = f"answers {status}: {content[:500].decode(errors='replace')}"
+                if status not in _AGAIN:
+                    break
         else:
-            raise StoreUnavailable(f"{self.name} {problem}; is it running, and is it ready?")
-        refused = ConfigError if response.status_code in {401, 409} else BadInput
-        raise refused(f"{self.name} {problem}")
+            raise StoreUnavailable(f"{self._shard.name} {self._problem}; is it running, and is it ready?")
+        refused = ConfigError if status in {401, 409} else BadInput
+        raise refused(f"{self._shard.name} {self._problem}")
 
-    def close(self) -> None:
-        """Close all connections."""
-        self._client.close()
+    def _received(self) -> tuple[int, bytes]:
+        """Return status and content of an answer, status 0 if there is none."""
+        connection = self._connection
+        if connection is None:
+            return 0, b""
+        try:
+            found = connection.receive()
+        except HttpFailure as err:
+            self._fail(err)
+            return 0, b""
+        self._connection = None
+        self._shard.give_back(connection)
+        return found
+
+    def abandon(self) -> None:
+        """Close the connection, unless the answer was read. Idempotent."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _is_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

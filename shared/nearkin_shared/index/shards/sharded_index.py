@@ -11,7 +11,6 @@ Invariant: a call that one shard did not answer fails as a whole and may be repe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,8 @@ from nearkin_shared.index.catalog import CatalogEntry, entry_of
 from nearkin_shared.index.container_entries import ContainerEntries, feature_keys
 from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary, MarkedVersion
 from nearkin_shared.index.shards import shard_messages as messages
-from nearkin_shared.index.shards.key_ranges import SHARDS_MAX, owners_of_keys, part_of
-from nearkin_shared.index.shards.shard_connection import RETRIES, TIMEOUT_SECONDS, ShardConnection
+from nearkin_shared.index.shards.key_ranges import SHARDS_MAX, part_of, rows_by_owner
+from nearkin_shared.index.shards.shard_connection import RETRIES, TIMEOUT_SECONDS, ShardCall, ShardConnection
 from nearkin_shared.index.shards.shard_messages import KEYS_A_REQUEST, ROWS_A_PAGE, bytes_of
 from nearkin_shared.index.shards.shard_shared_state import SCOPE, STATE_TIMEOUT_SECONDS, ShardSharedState
 from nearkin_shared.observability import metrics
@@ -31,6 +30,8 @@ from nearkin_shared.types import U8, U32, U64, Bools, Locations
 
 CHUNKS_A_REQUEST = 1 << 18
 """Chunks of the containers in one request: at most 14 MB of entries for one shard."""
+CALLS_A_SHARD = 4
+"""Requests to a shard that one call of the client has under way."""
 ROWS_FIRST_MIN = 16
 """Least number of versions read at once: a key may have several."""
 ROWS_A_REQUEST = 1000
@@ -66,7 +67,6 @@ class ShardedIndex:
             )
             for number, url in enumerate(urls)
         ]
-        self._threads = ThreadPoolExecutor(4 * len(urls), "nearkin-shards")
         seconds = min(timeout_seconds, STATE_TIMEOUT_SECONDS)
         first = ShardConnection(urls[0], f"0/{len(urls)}/{store_id}", token, timeout_seconds=seconds, retries=retries)
         self.state: ShardSharedState = ShardSharedState(first)
@@ -77,7 +77,7 @@ class ShardedIndex:
         It shares the connections: close only one of them.
         """
         other = ShardedIndex.__new__(ShardedIndex)
-        other._domain, other._shards, other._threads = domain, self._shards, self._threads
+        other._domain, other._shards = domain, self._shards
         other.state = self.state
         return other
 
@@ -122,11 +122,11 @@ class ShardedIndex:
 
     def _locate(self, table: messages.Table, keys: U8) -> tuple[Locations, Bools]:
         locations, found = Locations.empty(len(keys)), np.zeros(len(keys), np.bool_)
-        owners = owners_of_keys(table, keys, len(self._shards))
-        asked = []
-        for number in range(len(self._shards)):
-            own = np.flatnonzero(owners == number)
-            asked += [(number, own[at : at + KEYS_A_REQUEST]) for at in range(0, len(own), KEYS_A_REQUEST)]
+        asked = [
+            (number, own[at : at + KEYS_A_REQUEST])
+            for number, own in enumerate(rows_by_owner(table, keys, len(self._shards)))
+            for at in range(0, len(own), KEYS_A_REQUEST)
+        ]
         requests = [(number, messages.Lookup(table, keys[rows].tobytes())) for number, rows in asked]
         for (_, rows), answer in zip(asked, self._call_many("locate", requests), strict=True):
             locations.containers[rows], locations.ordinals[rows], found[rows] = answer.columns(len(rows))
@@ -256,16 +256,21 @@ class ShardedIndex:
         return self._call_many(name, [(number, request) for number in range(len(self._shards))])
 
     def _call_many(self, name: str, requests: Sequence[tuple[int, object]]) -> list[Any]:
-        """Return the answers to requests of (shard, request), sent at once."""
-        if len(requests) == 1:
-            number, request = requests[0]
-            return [self._shards[number].call(name, request)]
-        running = [self._threads.submit(self._shards[number].call, name, request) for number, request in requests]
-        return [call.result() for call in running]
+        """Return the answers to requests of (shard, request): the shards work at once, in one thread here."""
+        answers, at_once = list[Any](), CALLS_A_SHARD * len(self._shards)
+        for at in range(0, len(requests), at_once):
+            calls = list[ShardCall]()
+            try:
+                for number, request in requests[at : at + at_once]:
+                    calls.append(self._shards[number].start(name, request))
+                answers += [call.answer() for call in calls]
+            finally:
+                for call in calls:
+                    call.abandon()
+        return answers
 
     def close(self) -> None:
         """Close all connections."""
-        self._threads.shutdown()
         for shard in self._shards:
             shard.close()
         self.state.close()
