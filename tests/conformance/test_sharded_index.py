@@ -62,7 +62,7 @@ def test_shard_answers_at_once_only_from_memory(tmp_path: Path) -> None:
 
 
 def test_shard_away_leaves_no_answer_to_another_call(tmp_path: Path) -> None:
-    """What the other shard answered to a failed call is not taken for the answer to the next one."""
+    """The answer of the other shard to a failed call is not taken for the answer to the next one."""
     with shards(tmp_path, 2) as index:
         one = claims(FIRST, ["a", "bb", "ccc"], ["s", "t"], [[1, 2, 3]] * 3)
         index.publish(one)

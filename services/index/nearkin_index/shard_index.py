@@ -76,7 +76,7 @@ class ShardIndex(LmdbIndex):
         self.tablets.save()
 
     def at_once(self, table: str, keys: U8) -> tuple[Locations, Bools] | None:
-        """Return (locations, found) of keys as `at` does, if they are few and memory has all of it; else None."""
+        """Return what `at` does if keys are few and memory has all of it, else None."""
         if not 0 < len(keys) <= KEYS_AT_ONCE.get(table, 0):
             return None
         with self._reading(buffers=True) as txn:

@@ -66,7 +66,7 @@ def test_connection_is_used_again_until_it_is_closed() -> None:
 
 
 def test_answer_that_ends_the_connection_is_the_last() -> None:
-    """A server that says that it closes the connection gets no other request in it."""
+    """A connection whose server announces its end gets no other request."""
     with (
         answering(OK.replace(b"OK\r\n", b"OK\r\nconnection: close\r\n")) as (url, _),
         closing(connect(url)) as one,

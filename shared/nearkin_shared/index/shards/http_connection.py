@@ -24,11 +24,11 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class HttpFailure(Exception):
-    """No complete answer came: the server is away, or what answers is no such server."""
+    """No complete answer arrived: the server is away, or it is another kind of server."""
 
 
 class _Answers:
-    """What the parser of a connection reports of the answer that it reads."""
+    """Collect the answer that the parser of a connection reads."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
@@ -86,7 +86,10 @@ class HttpConnection:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the connection may take a request: the last answer was read, and the server keeps it."""
+        """Return whether the connection may take a request.
+
+        So it is once the last answer was read, while the server keeps the connection.
+        """
         if not self._is_kept:
             return False
         waiting = select.poll()

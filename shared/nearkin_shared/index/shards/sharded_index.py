@@ -256,7 +256,10 @@ class ShardedIndex:
         return self._call_many(name, [(number, request) for number in range(len(self._shards))])
 
     def _call_many(self, name: str, requests: Sequence[tuple[int, object]]) -> list[Any]:
-        """Return the answers to requests of (shard, request): the shards work at once, in one thread here."""
+        """Return the answers to requests of (shard, request).
+
+        The shards work at once, in one thread here.
+        """
         answers, at_once = list[Any](), CALLS_A_SHARD * len(self._shards)
         for at in range(0, len(requests), at_once):
             calls = list[ShardCall]()
