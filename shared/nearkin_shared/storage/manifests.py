@@ -425,6 +425,20 @@ class ManifestStore:
             return True
         return self.mark(tenant, key, history.version, history.sequence).kind is MarkKind.UNDELETED
 
+    def is_ended(self, tenant: str, key: str, version: int) -> bool:
+        """Return whether the highest mark of a version deletes or collects it.
+
+        A collected version may have this mark alone: it records that the number is used.
+
+        Raises: Corrupt, StoreUnavailable.
+        """
+        history = self.histories(tenant, key).get(version)
+        if history is None or not history.sequence:
+            return False
+        return bool(history.sequence % 2) or self.mark(tenant, key, version, history.sequence).kind is not (
+            MarkKind.UNDELETED
+        )
+
     # --- marks -------------------------------------------------------------------------------------------------------
 
     def put_mark(self, mark: Mark) -> int:

@@ -175,10 +175,19 @@ def _read(
         if sequence == 0 or manifests.is_seen(tenant, key, version):
             return manifests.info(manifests.get(tenant, key, version), retention)
     except NotFound:
-        return missing_version(tenant, key, version)
+        return _explain_missing(manifests, tenant, key, version)
     except PermanentError as err:
         return _damage(tenant, key, version, str(err))
     return None
+
+
+def _explain_missing(manifests: ManifestStore, tenant: str, key: str, version: int) -> Damage | None:
+    """Return the damage of a version without a manifest, or None if its last mark ended it."""
+    try:
+        ended = manifests.is_ended(tenant, key, version)
+    except PermanentError as err:
+        return _damage(tenant, key, version, str(err))
+    return None if ended else missing_version(tenant, key, version)
 
 
 def missing_version(tenant: str, key: str, version: int) -> Damage:
