@@ -477,6 +477,7 @@ def test_patterns_that_match_nothing_are_named(home: Path, store: Path, tmp_path
     lines = done.stderr.decode().splitlines()
     assert lines == [
         f"nearkin: 3 patterns matched nothing: *.tpm, /buidl/ ({patterns}, line 4), !*.none\\x85 ({patterns}, line 5)"
+        "; those with / inside count from the root of the tree"
     ]
     found = _unmatched(call, store, home, *options)
     assert found == [("*.tpm", None, None), ("/buidl/", str(patterns), 4), ("!*.none\x85", str(patterns), 5)]

@@ -106,7 +106,8 @@ def backup(
 
     One PATH that is a folder becomes the root of the tree; several paths keep their names below the deepest folder
     that contains all of them. Patterns are those of .gitignore files, relative to that root: `*.o` anywhere, `/build/`
-    at the root alone, `!keep.o` includes again. A PATH that is a symlink is stored as one, unless it is the only one or
+    at the root alone, `!keep.o` includes again; one that begins with a PATH, such as /home/ana/build/, counts from
+    there. A PATH that is a symlink is stored as one, unless it is the only one or
     ends with /; a symlink that leads to a PATH below it is stored as the folder that it leads to.
 
     An entry that cannot be read, or changes while it is read, and a PATH that does not exist are reported on stderr;

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from nearkin_shared.errors import BadInput
 
 if TYPE_CHECKING:
     from nearkin.cli.tree_location import ResolvedLocation
+    from nearkin.store_copy import AnyStore
     from nearkin.trees.exclusions import PathPatterns
     from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions, RestoreProblem
     from nearkin.trees.restore_plan import PlannedRestore
@@ -78,7 +80,8 @@ def restore(
     --delete makes DIR equal to the tree, which is the content of the folder that was backed up (here /home/ana). It
     keeps folders of a store, what is below a mount point, sockets, and what is in folders of which the backup left
     something out; --delete-excluded deletes the last two as well.
-    Patterns are those of .gitignore files, relative to the root of the tree. Folders that lead to a match are restored
+    Patterns are those of .gitignore files, relative to the root of the tree; one that begins with the path that was
+    backed up, such as /home/ana/mail/, counts from there. Folders that lead to a match are restored
     with their own modes, owners and times.
 
     Owners, modes, times, extended attributes, ACLs, devices and holes are restored. Attributes that this user or file
@@ -95,12 +98,13 @@ def restore(
         raise BadInput("--delete-excluded: extends --delete; add it")
     if delete and (include or exclude):
         raise BadInput("--delete: not with --include or --exclude, which would delete what they leave out")
-    patterns = _compile(include, exclude)
-    accepts = _accepting(*patterns) if include or exclude else None
-    options = RestoreOptions(Overwrite(overwrite), delete, delete_excluded, accepts)
+    _compile(include, exclude)  # refuses a pattern before the store is opened
     with session.open() as store:
         found = resolve_location(store, location)
         tree = open_tree(store, found)
+        patterns = _compile(include, exclude, partial(_from_root, store, found, tree))
+        accepts = _accepting(*patterns) if include or exclude else None
+        options = RestoreOptions(Overwrite(overwrite), delete, delete_excluded, accepts)
         if flags["dry_run"]:
             from nearkin.trees.target_deletion import identities
 
@@ -115,7 +119,29 @@ def restore(
     return _report(session, found, output, counts, seconds, _unmatched(patterns), verbose=flags["verbose"])
 
 
-def _compile(include: Sequence[str], exclude: Sequence[str]) -> tuple[PathPatterns | None, PathPatterns | None]:
+def _from_root(
+    store: AnyStore, found: ResolvedLocation, tree: TreeReader, sources: Sequence[PatternSource]
+) -> Sequence[PatternSource]:
+    """Return patterns that name paths of the source as they count from the root."""
+    from nearkin.trees.source_patterns import restored_prefixes, translate_patterns
+    from nearkin_shared.errors import NotFound
+
+    def has_entry(path: bytes) -> bool:
+        try:
+            tree.find(path)
+        except NotFound:
+            return False
+        return True
+
+    prefixes = restored_prefixes(tree.summary.root, store.info(found.key, found.version).paths)
+    return translate_patterns(sources, prefixes, has_entry)
+
+
+def _compile(
+    include: Sequence[str],
+    exclude: Sequence[str],
+    translate: Callable[[Sequence[PatternSource]], Sequence[PatternSource]] = tuple,
+) -> tuple[PathPatterns | None, PathPatterns | None]:
     """Return the patterns of both options. Raises BadInput."""
     if not include and not exclude:
         return None, None
@@ -123,7 +149,7 @@ def _compile(include: Sequence[str], exclude: Sequence[str]) -> tuple[PathPatter
     from nearkin.trees.unmatched_patterns import PatternSource
 
     included, excluded = (
-        PathPatterns([PatternSource(text, option=option) for text in texts]) if texts else None
+        PathPatterns(translate([PatternSource(text, option=option) for text in texts])) if texts else None
         for option, texts in (("--include", include), ("--exclude", exclude))
     )
     return included, excluded

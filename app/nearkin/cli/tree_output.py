@@ -80,12 +80,14 @@ def unmatched_line(patterns: Sequence[PatternSource]) -> str:
     The first PATTERNS_SHOWN_MAX.
     """
     shown = [
-        f"{printable(one.text)}" + (f" ({printable(one.file)}, line {one.line})" if one.file else "")
+        f"{printable(one.shown)}" + (f" ({printable(one.file)}, line {one.line})" if one.file else "")
         for one in patterns[:PATTERNS_SHOWN_MAX]
     ]
     more = len(patterns) - len(shown)
     what = "1 pattern" if len(patterns) == 1 else f"{len(patterns):,} patterns"
-    return f"{what} matched nothing: {', '.join(shown)}{f', and {more:,} more' if more else ''}"
+    is_bound = any("/" in one.text.rstrip("/") for one in patterns)
+    hint = "; those with / inside count from the root of the tree" if is_bound else ""
+    return f"{what} matched nothing: {', '.join(shown)}{f', and {more:,} more' if more else ''}{hint}"
 
 
 def patterns_json(patterns: Sequence[PatternSource]) -> list[dict[str, object]]:
@@ -94,7 +96,7 @@ def patterns_json(patterns: Sequence[PatternSource]) -> list[dict[str, object]]:
     `file` and `line` are null for those of options.
     """
     return [
-        {"pattern": one.text, "file": one.file or None, "line": one.line or None}
+        {"pattern": one.shown, "file": one.file or None, "line": one.line or None}
         for one in patterns[:PROBLEMS_SHOWN_MAX]
     ]
 

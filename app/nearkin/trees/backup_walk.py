@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from nearkin.trees.exclusions import ExclusionOptions, Exclusions
+from nearkin.trees.source_patterns import translate_patterns
 from nearkin.trees.unmatched_patterns import PatternSource
 from nearkin.trees.walker import TreeWalker, tree_paths
 from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEntry
@@ -145,7 +146,9 @@ class BackupWalk:
         self._comparison = options.comparison
         chosen = tree_paths(paths)
         self._root = chosen.root
-        self._exclusions = Exclusions(options.exclusions)
+        self._exclusions = Exclusions(
+            options.exclusions, lambda sources: translate_patterns(sources, chosen.prefixes, self._has_entry)
+        )
         self._walker = TreeWalker(
             chosen,
             self._exclusions,
@@ -195,6 +198,10 @@ class BackupWalk:
     def note_unmatched_patterns(self) -> None:
         """Note the exclude patterns that matched nothing; for the end of the walk."""
         self.counts.unmatched_patterns = self._exclusions.unmatched()
+
+    def _has_entry(self, path: bytes) -> bool:
+        """Return whether the root has an entry of this path."""
+        return os.path.lexists(os.path.join(self._root, path))
 
     def _in_tree(self, path: bytes) -> bytes:
         return path[len(self._root) :].lstrip(b"/")

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -43,9 +43,14 @@ class ExclusionOptions(NamedTuple):
 class Exclusions:
     """Compiled options."""
 
-    def __init__(self, options: ExclusionOptions) -> None:
+    def __init__(
+        self,
+        options: ExclusionOptions,
+        translate: Callable[[Sequence[PatternSource]], Sequence[PatternSource]] | None = None,
+    ) -> None:
         """Compile the patterns.
 
+        `translate` returns patterns that name paths of the source as they count from the root of the tree.
         Raises BadInput for an unreadable file, a pattern that does not parse or can match nothing, and a name for
         `if_present` that no file has.
         """
@@ -57,6 +62,8 @@ class Exclusions:
             sources.extend(_read_patterns(path))
         if len(sources) > PATTERNS_MAX:
             raise BadInput(f"{len(sources):,} patterns: want at most {PATTERNS_MAX:,}")
+        if translate is not None:
+            sources = list(translate(sources))
         self._patterns = PathPatterns(sources) if sources else None
         self._options = options
 

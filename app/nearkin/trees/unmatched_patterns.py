@@ -29,21 +29,29 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class PatternSource(NamedTuple):
-    """A pattern as a caller wrote it."""
+    """A pattern of a caller."""
 
     text: str
+    """As it counts from the root of the tree."""
     file: str = ""
     """The file that has it; empty: an option."""
     line: int = 0
     """Its number in the file, from 1."""
     option: str = "--exclude"
     """The option of a pattern without a file."""
+    written: str = ""
+    """The pattern as the caller wrote it, if `text` is a translation."""
+
+    @property
+    def shown(self) -> str:
+        """The pattern as the caller wrote it."""
+        return self.written or self.text
 
     @property
     def label(self) -> str:
         """The text that names the pattern in an error."""
         where = f'--exclude-file "{self.file}", line {self.line}: ' if self.file else f"{self.option} "
-        return f"{where}{self.text[:SHOWN_CHARACTERS_MAX]!r}"
+        return f"{where}{self.shown[:SHOWN_CHARACTERS_MAX]!r}"
 
 
 class Pattern(Protocol):

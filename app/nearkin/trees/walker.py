@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from nearkin.trees.exclusions import Exclusions
+from nearkin.trees.source_patterns import SourcePrefix, source_prefixes
 from nearkin_shared.errors import BadInput
 from nearkin_shared.formats.tree_entry_group import NAME_BYTES_MAX, PATH_BYTES_MAX
 from nearkin_shared.utils.mounts import pseudo_devices
@@ -49,6 +50,8 @@ class TreePaths(NamedTuple):
     """The given paths that exist, in the tree; without the root."""
     absent: tuple[tuple[bytes, str], ...] = ()
     """Given paths (absolute) that cannot be found, and why."""
+    prefixes: Sequence[SourcePrefix] = ()
+    """Texts that a pattern may begin with in place of the path in the tree."""
 
 
 class ListedFolder(NamedTuple):
@@ -86,13 +89,16 @@ def tree_paths(paths: Sequence[str | Path]) -> TreePaths:
     """
     if not paths:
         raise BadInput("no path is given: name the folders to store")
-    given = sorted({_given_path(os.fsencode(path)) for path in paths})
+    by_text = {os.fsdecode(path): _given_path(os.fsencode(path)) for path in paths}
+    given = sorted(set(by_text.values()))
+    named = [(text, path.path) for text, path in by_text.items()]
     absent = tuple((path.path, path.reason) for path in given if path.is_absent)
     if len(absent) == len(given):
         more = f"; {len(absent) - 1:,} others cannot be stored either" if len(absent) > 1 else ""
         raise BadInput(f'path "{os.fsdecode(absent[0][0])}": {absent[0][1]}{more}')
     if len(given) == 1 and os.path.isdir(given[0].path):
-        return TreePaths(os.path.realpath(given[0].path), {b"": None})
+        real_root = os.path.realpath(given[0].path)
+        return TreePaths(real_root, {b"": None}, prefixes=source_prefixes(named, given[0].path, real_root))
     # those that are absent count as well: the root, and so the names in the tree, stay as they are with them
     root = os.path.commonpath([path.path if _is_folder(path) else os.path.dirname(path.path) for path in given])
     selection = _Selection(root)
@@ -100,8 +106,14 @@ def tree_paths(paths: Sequence[str | Path]) -> TreePaths:
         if not path.is_absent:
             selection.add(path)
     names = {key: None if names is None else frozenset(names) for key, names in selection.selected.items()}
+    real_root = os.path.realpath(root)
     return TreePaths(
-        os.path.realpath(root), names, frozenset(selection.followed), frozenset(selection.given - {b""}), absent
+        real_root,
+        names,
+        frozenset(selection.followed),
+        frozenset(selection.given - {b""}),
+        absent,
+        source_prefixes(named, root, real_root),
     )
 
 
