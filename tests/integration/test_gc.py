@@ -358,6 +358,28 @@ def test_unreadable_live_data_stops_marking(reopen: Callable[[], Store], clock: 
     assert store.verify().damage == ()
 
 
+def test_unreadable_base_of_dead_deltas_is_freed(reopen: Callable[[], Store], clock: Clock) -> None:
+    """Free a container that cannot be read and that only dead blocks of a live container depend on."""
+    store = reopen()
+    base, kept = random_bytes(300_000, 1), random_bytes(200_000, 2)
+    store.put("base", base)
+    (broken,) = containers(store.root)
+    list(store.put_many([("changed", mutate(base, 3, edits=20)), ("kept", kept)]))
+    (held,) = (path for path in containers(store.root) if path != broken)
+    store.delete("base")
+    store.delete("changed")
+    flip(broken, broken.stat().st_size - 20)
+    clock.now += 8 * DAY
+    store = reopen()
+    for _ in range(4):
+        clock.now += DAY
+        store.gc()
+    assert not broken.exists()
+    assert not held.exists(), "its dead blocks are left out of the next generation"
+    assert store.get("kept").read() == kept
+    assert store.verify().damage == ()
+
+
 def test_gc_after_service_puts_is_refused(reopen: Callable[[], Store], clock: Clock) -> None:
     """Refuse GC over objects of services unless the setting states that they have ended."""
     store = reopen()

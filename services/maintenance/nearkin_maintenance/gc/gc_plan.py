@@ -112,6 +112,7 @@ def plan_pending(
     live = live_set.transitive_closure(live_set.chunks, (), dropped_bases)
     shares = _Shares(live_set, live, ids)
     rewritten = {*dropped_bases.containers, *dropped_bases.chunks} if dropped_bases is not None else ()
+    rewritten = {*rewritten, *_with_unreadable_bases(live_set, live, ids)}
     selected = {c for c in ids if c in rewritten or shares.is_reclaimable(c, compact_below)}
     for _ in range(PLAN_PASSES_MAX):
         kept = live_set.transitive_closure(live, [c for c in ids if c not in selected], dropped_bases)
@@ -122,6 +123,20 @@ def plan_pending(
     else:
         kept = live_set.transitive_closure(live, [c for c in ids if c not in selected], dropped_bases)
     return _plan_removals(live_set, kept, selected, ids)
+
+
+def _with_unreadable_bases(live_set: LiveSet, live: Masks, ids: Collection[int]) -> list[int]:
+    """Return containers with dead blocks whose bases are in a container that cannot be read.
+
+    They lose these blocks, so that the unreadable container, which no version needs, can be deleted.
+    """
+    unreadable = [c for c in ids if not _has_any(live, c) and live_set.readable(c) is None]
+    found = []
+    for container in ids if unreadable else ():
+        directory = live_set.readable(container)
+        if directory is not None and not set(unreadable).isdisjoint(directory.base_containers()):
+            found += [container] if len(directory.blocks) <= NUMBERS_MAX else []
+    return found
 
 
 def _dropped_bases(live_set: LiveSet, ids: Collection[int], compact_below: float) -> DroppedBases | None:

@@ -97,6 +97,8 @@ class LiveSet:
         self.has_references = False
         """Whether a live chunk is in a reference block."""
         self.mark_references()
+        self._needed = self.chunks
+        """Chunks that versions need; `references` copies only the masks of `chunks`."""
 
     def _mark_chunks(self) -> None:
         """Mark the chunks that the recipes of live segments name. Raises Corrupt."""
@@ -158,7 +160,8 @@ class LiveSet:
         """Return `chunks` with all bases of their blocks.
 
         Of the containers `complete`, the bases of every block are added. Containers are processed from the newest to
-        the oldest: most depend on older ones, so each is read once. Raises Corrupt.
+        the oldest: most depend on older ones, so each is read once. Raises Corrupt, unless only dead data depend on
+        the container that cannot be read.
         """
         found: Masks = {container: mask.copy() for container, mask in chunks.items()}
         complete_containers = frozenset(complete)
@@ -168,9 +171,16 @@ class LiveSet:
             newest = heapq.heappop(heap)
             waiting.discard(newest)
             dropped = dropped_bases if dropped_bases is not None and -newest in dropped_bases.containers else None
-            for other in self._add_bases(
-                -newest, found, every_block=-newest in complete_containers, dropped_bases=dropped
-            ):
+            try:
+                others = self._add_bases(
+                    -newest, found, every_block=-newest in complete_containers, dropped_bases=dropped
+                )
+            except Corrupt:
+                if chunks is self._needed and not complete_containers:
+                    raise
+                self.transitive_closure(self._needed)  # raises if versions need it
+                continue
+            for other in others:
                 if -other not in waiting:
                     waiting.add(-other)
                     heapq.heappush(heap, -other)
