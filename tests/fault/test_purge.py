@@ -130,6 +130,17 @@ def test_purge_removes_containers_of_unneeded_bases(tmp_path: Path) -> None:
         check_deleted(store, {("k", 2): changed})
 
 
+def test_purge_beside_chunks_of_zeros_is_in_no_file(tmp_path: Path) -> None:
+    """A live version with zeros, of which no chunk is stored, needs no container for them."""
+    with open_store(tmp_path / "store", settings=PLAIN, create=True) as store:
+        live = bytes(300_000) + random_bytes(30_000, 1)
+        store.put("live", live)
+        store.put("secret", SECRET)
+        store.delete("secret")
+        store.purge()
+        check_deleted(store, {("live", 1): live})
+
+
 def test_purge_leaves_versions_of_the_same_container(tmp_path: Path) -> None:
     """F.32: A container keeps the recipes and chunks of other versions; the index names no removed data."""
     shared, other = random_bytes(60_000, 5), random_bytes(60_000, 6)

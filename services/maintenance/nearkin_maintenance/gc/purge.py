@@ -30,7 +30,7 @@ from nearkin_shared.index.protocols import ContainerDirectories, SupportsCollect
 from nearkin_shared.limits import MIB
 from nearkin_shared.storage.container_graph import topological_order
 from nearkin_shared.storage.containers import ContainerStore
-from nearkin_shared.types import U32, Bools, ContainerId, Locations
+from nearkin_shared.types import U32, ZERO, Bools, ContainerId, Locations
 from nearkin_shared.utils.failpoints import failpoint
 
 BLOCK_BYTES = 4 * MIB
@@ -205,7 +205,7 @@ def _needed_chunks(live_set: LiveSet) -> Masks:
         directory = live_set.directory(container)
         locations = _chunks_of(directory, np.flatnonzero(mask_of(live, len(directory.segments))).astype(np.uint32))
         for other in np.unique(locations.containers).tolist():
-            if other:
+            if other != ZERO:
                 mark_ordinals(found, other, locations.ordinals[locations.containers == np.uint64(other)])
     return found
 
