@@ -171,9 +171,9 @@ def test_tablet_that_is_being_read_ahead_is_read_once() -> None:
         return Tablet.make(names, words_of(names, 20), np.arange(len(names), dtype=np.uint32))
 
     cache = TabletCache(read, 64 * MIB, CachePolicy.PREFETCH)
-    cache.get(1, 2)
+    cache.get(1, lambda _: 2)
     assert begun.wait(30)
-    cache.get(3, 4)  # 4 waits behind 2
+    cache.get(3, lambda _: 4)  # 4 waits behind 2
     cache.get(4)
     assert reads == [1, 2, 3, 4]
     threading.Timer(0.2, released.set).start()

@@ -192,8 +192,9 @@ class ContainerTags:
         return rows[containers > 0], containers[containers > 0]
 
     def first_published(self, containers: U64) -> list[int]:
-        """Return different containers in the order of their publication."""
-        return self.in_order(distinct(containers).tolist())
+        """Return different numbered containers in the order of their publication."""
+        different: list[int] = distinct(containers).tolist()
+        return different if self._is_ascending else self.in_order(different)
 
     def in_order(self, containers: Collection[int]) -> list[int]:
         """Return those of the containers that have a number, by number."""

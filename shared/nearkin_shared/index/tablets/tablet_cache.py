@@ -69,13 +69,13 @@ class Tablet:
         if not len(self.tags):
             return ordinals, found
         rows: NDArray[np.intp] = np.arange(len(names))
-        at = np.searchsorted(self.tags, tags)
+        at = self.tags.searchsorted(tags)
         while len(rows):
             is_open = at < len(self.tags)
             rows, at = rows[is_open], at[is_open]
             is_open = self.tags[at] == tags[rows]
             rows, at = rows[is_open], at[is_open]
-            is_equal = (self.names[at] == names[rows]).all(axis=1)
+            is_equal = are_equal(self.names[at], names[rows])
             found[rows[is_equal]] = True
             ordinals[rows[is_equal]] = self.ordinals[at[is_equal]]
             rows, at = rows[~is_equal], at[~is_equal] + 1
@@ -106,8 +106,8 @@ class TabletCache:
         """Return the bytes of all tablets."""
         return self._used_bytes
 
-    def get(self, container: int, successor: int | None = None) -> Tablet:
-        """Return a container's tablet; if it must be read, the successor's may be read too.
+    def get(self, container: int, successor_of: Callable[[int], int | None] | None = None) -> Tablet:
+        """Return a container's tablet; if it must be read, its successor's may be read too.
 
         Raises as the reader does.
         """
@@ -115,8 +115,10 @@ class TabletCache:
         counters.CACHE_LOOKUPS.add(1, "tablets", "no" if tablet is None else "yes")
         if tablet is None:
             tablet = self._read_ahead(container) or self._load(container)
-            if successor is not None and self._policy is CachePolicy.PREFETCH:
-                self._load_ahead(successor)
+            if successor_of is not None and self._policy is CachePolicy.PREFETCH:
+                successor = successor_of(container)
+                if successor is not None:
+                    self._load_ahead(successor)
         return tablet
 
     def get_cached(self, container: int) -> Tablet:
@@ -230,3 +232,17 @@ class TabletCache:
 def words_of(keys: U8, start: int) -> U64:
     """Return the 8 bytes from `start` of each key, uint8[n, width], as uint64[n]."""
     return np.ascontiguousarray(keys[:, start : start + _WORD]).view("<u8").ravel().astype(np.uint64)
+
+
+def are_equal(keys: U8, others: U8) -> Bools:
+    """Return which rows of two uint8[n, width] are equal.
+
+    Word by word: numpy is slow to reduce many short rows.
+    """
+    word = np.uint64 if keys.shape[1] % _WORD == 0 else np.uint32
+    different = np.ascontiguousarray(keys).view(word) ^ np.ascontiguousarray(others).view(word)
+    merged = different[:, 0]
+    for column in different.T[1:]:
+        merged = merged | column
+    equal: Bools = merged == 0
+    return equal

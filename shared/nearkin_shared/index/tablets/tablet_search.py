@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin_shared.index.tablets.tablet_cache import Tablet
-from nearkin_shared.types import U8, U64, Bools, Locations
+from nearkin_shared.index.tablets.tablet_cache import Tablet, are_equal
+from nearkin_shared.types import U8, U64, Bools, Locations, distinct
 
 CHAMPIONS_MIN, KEYS_A_CHAMPION = 16, 64
 """So many containers, or one for so many keys, are opened for the hooks of a batch."""
@@ -80,13 +81,48 @@ class TabletSearch:
         self.hits: list[int] = []
         """Containers in which keys were found."""
 
-    def ask(self, containers: Collection[int], rows: Rows, candidates: U64) -> None:
-        """Ask each container for the keys that name it: `candidates` by row."""
-        for container in containers:
-            own = rows[candidates == np.uint64(container)]
-            own = own[~self.found[own]]
-            if len(own):
-                self._match(container, own)
+    def ask(self, containers: Sequence[int], rows: Rows, candidates: U64) -> None:
+        """Ask each container for the keys that name it.
+
+        `candidates` are given by row, ascending; `containers` in the order to ask.
+        """
+        positions = _positions(containers, candidates)
+        if not _is_first(rows).all():
+            order = np.lexsort((positions, rows))
+            rows, positions = rows[order], positions[order]
+        is_open = (positions >= 0) & ~self.found[rows]
+        rows, positions = rows[is_open], positions[is_open]
+        while len(rows):
+            is_first = _is_first(rows)
+            self._match_each(containers, rows[is_first], positions[is_first])
+            is_open = ~is_first & ~self.found[rows]
+            rows, positions = rows[is_open], positions[is_open]
+
+    def _match_each(self, containers: Sequence[int], rows: Rows, positions: Rows) -> None:
+        """Look for each key in one container.
+
+        Few calls of numpy are made for each container: a batch names hundreds, and each has few of its keys.
+        """
+        order = np.argsort(positions, kind="stable")
+        rows, positions = rows[order], positions[order]
+        keys, tags = self._keys[rows], self._tags[rows]
+        near, near_tags, ordinals = ~keys, ~tags, np.zeros(len(rows), np.uint32)
+        for start, end in pairwise([*np.flatnonzero(_is_first(positions)).tolist(), len(rows)]):
+            container, here = containers[positions[start]], slice(start, end)
+            tablet = self._tablet_of(container)
+            self._tried.add(container)
+            if tablet is not None and len(tablet.tags):
+                at = tablet.tags.searchsorted(tags[here])
+                tablet.names.take(at, 0, near[here], "clip")
+                tablet.tags.take(at, 0, near_tags[here], "clip")
+                tablet.ordinals.take(at, 0, ordinals[here], "clip")
+        is_there = are_equal(near, keys)
+        self.hits += [containers[at] for at in distinct(positions[is_there]).tolist()]
+        for row in np.flatnonzero(~is_there & (near_tags == tags)).tolist():  # the next key of its tablet may be it
+            self._match(containers[positions[row]], rows[row : row + 1])
+        there = rows[is_there]
+        self.locations.containers[there] = np.array(containers, np.uint64)[positions[is_there]]
+        self.locations.ordinals[there], self.found[there] = ordinals[is_there], True
 
     def ask_for_all(self, containers: Sequence[int], named: Collection[int], rows: Rows, candidates: U64) -> None:
         """Ask containers for all keys, in the order given.
@@ -121,3 +157,21 @@ class TabletSearch:
         if len(rows):
             self.hits.append(container)
         return bool(len(rows))
+
+
+def _positions(containers: Sequence[int], candidates: U64) -> Rows:
+    """Return the position of each candidate among the containers, -1 for no such one."""
+    if not len(containers):
+        return np.full(len(candidates), -1)
+    ids = np.array(containers, np.uint64)
+    order = np.argsort(ids, kind="stable")
+    at = np.minimum(np.searchsorted(ids, candidates, sorter=order), len(ids) - 1)
+    found = order[at]
+    return np.where(ids[found] == candidates, found, -1)
+
+
+def _is_first(values: Rows) -> Bools:
+    """Return which of sorted values differ from the one before."""
+    is_first = np.ones(len(values), np.bool_)
+    is_first[1:] = values[1:] != values[:-1]
+    return is_first

@@ -276,6 +276,8 @@ class TabletTables(EntryTables):
         """
         search = TabletSearch(keys, key_tags, tablet_of)
         rows, containers = tags.candidates(key_tags)
+        if not len(rows) and (recent is None or tags.hooks.are_zero):
+            return search.locations, search.found
         if recent is None or tags.hooks.are_zero:
             search.ask(tags.first_published(containers), rows, containers)
         else:
@@ -289,9 +291,8 @@ class TabletTables(EntryTables):
 
     def _chunk_tablet(self, container: int) -> Tablet | None:
         """Return the names of a container that may be found; None if it is missing or damaged."""
-        successor = None if self._tags is None else self._tags.successor(container)
         try:
-            return self.tablets.get(container, successor)
+            return self.tablets.get(container, None if self._tags is None else self._tags.successor)
         except PermanentError:  # as if the index did not name it: the next put withdraws it
             return None
 
