@@ -66,7 +66,9 @@ def test_backup_reports_what_was_stored(home: Path, store: Path, call: InProcess
     done = call("--store", store, "backup", "home", home, "--tag", "nightly,laptop", "--meta", "note=a b")
     assert (done.returncode, done.stderr) == (0, b"")
     first, second = done.stdout.decode().splitlines()
-    assert re.fullmatch(r"home version 1: 3 files, 2 folders, 2 others, 5,007 B in \d+\.\d\d s", first)
+    found = re.fullmatch(r"home version 1: 3 files, 2 folders, 2 others, 5,007 B of (\S+) in \d+\.\d\d s", first)
+    assert found is not None
+    assert found[1] == str(home)
     assert re.fullmatch(r"read 5,007 B, took over 0 B of 0 unchanged files, stored [\d,.]+ k?B", second)
     with open_store(store, read_only=True) as opened:
         metadata = opened.info("home").metadata
@@ -96,11 +98,12 @@ def test_ls_versions_shows_tags_host_and_paths(home: Path, store: Path, call: In
     first = call.answer("--store", store, "ls", "home", "--versions")[0]
     shown = call.answer("--store", store, "info", "home", "--version", "1")
     assert (first["tags"], first["host"], first["paths"]) == (["laptop", "nightly"], host, [str(home)])
-    assert shown == first
+    assert shown == {**first, "root": str(home)}
     text = call("--store", store, "info", "home", "--version", "1").stdout.decode()
     assert f"tags        laptop, nightly\nhost        {host}\npaths       {home}\n" in text
+    assert text.endswith(f"root        {home}\n")
     blob = call.answer("--store", store, "info", "blob")
-    assert (blob["tags"], blob["host"], blob["paths"]) == ([], None, [])
+    assert (blob["tags"], blob["host"], blob["paths"], blob["root"]) == ([], None, [], None)
     for words, message in (
         (("--tag", ""), "--tag '': want a tag"),
         (("--tag", "a", "--deleted"), "leave out --tag or --deleted"),
@@ -281,7 +284,7 @@ def test_backup_dry_run_stores_nothing(home: Path, store: Path, call: InProcess)
     done = call("--store", store, "backup", "home", home, "--dry-run")
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.decode().splitlines() == [
-        "home: would store 3 files, 2 folders, 2 others, 5,007 B",
+        f"home: would store 3 files, 2 folders, 2 others, 5,007 B of {home}",
         "would read 5,007 B: 3 new files, 0 changed",
         "would take over 0 B: 0 unchanged files",
     ]
@@ -483,6 +486,21 @@ def test_patterns_that_match_nothing_are_named(home: Path, store: Path, tmp_path
     assert found == [("*.tpm", None, None), ("/buidl/", str(patterns), 4), ("!*.none\x85", str(patterns), 5)]
     assert call.answer("--store", store, "backup", "home", home, "-n", *options)["unmatched_patterns"]
     assert call("--store", store, "-q", "backup", "home", home, *options).stderr == b""
+
+
+def test_backup_with_another_root_says_so(home: Path, store: Path, call: InProcess) -> None:
+    assert call("--store", store, "backup", "home", home).stderr == b""
+    expected = (
+        f"nearkin: the root is {home}/sub, and that of the newest version before it {home}: names in the tree differ, "
+        "and files of other names are read again\n"
+    )
+    assert call("--store", store, "backup", "home", home / "sub", "-n").stderr.decode() == expected
+    assert call("--store", store, "backup", "home", home / "sub").stderr.decode() == expected
+    again = call("--store", store, "backup", "home", home / "sub", home / "nope")
+    assert again.returncode == 3
+    assert b"the root is" not in again.stderr
+    answer = call.answer("--store", store, "backup", "home", home)
+    assert (answer["root"], answer["newest_root"]) == (str(home), f"{home}/sub")
 
 
 def test_patterns_for_pruned_folders_are_not_named(home: Path, store: Path, call: InProcess) -> None:

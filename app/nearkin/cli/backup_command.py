@@ -105,14 +105,15 @@ def backup(
     Then: nearkin ls home:/, nearkin restore home -o DIR, nearkin diff home@1 home@2.
 
     One PATH that is a folder becomes the root of the tree; several paths keep their names below the deepest folder
-    that contains all of them. Patterns are those of .gitignore files, relative to that root: `*.o` anywhere, `/build/`
-    at the root alone, `!keep.o` includes again; one that begins with a PATH, such as /home/ana/build/, counts from
-    there. A PATH that is a symlink is stored as one, unless it is the only one or
-    ends with /; a symlink that leads to a PATH below it is stored as the folder that it leads to.
+    that contains all of them; the first line of the result names the root. Patterns are those of .gitignore files,
+    relative to that root: `*.o` anywhere, `/build/` at the root alone, `!keep.o` includes again; one that begins with a
+    PATH, such as /home/ana/build/, counts from there. A PATH that is a symlink is stored as one, unless it is the only
+    one or ends with /; a symlink that leads to a PATH below it is stored as the folder that it leads to.
 
     An entry that cannot be read, or changes while it is read, and a PATH that does not exist are reported on stderr;
-    all others are stored, and the exit code is 3. Sockets, /proc, /sys and the store itself are left out. An
-    interrupted backup continues at the next one of the same KEY.
+    all others are stored, and the exit code is 3. A PATH that does not exist does not count for the root, unless the
+    newest version of KEY has that root. Sockets, /proc, /sys and the store itself are left out. An interrupted backup
+    continues at the next one of the same KEY.
     """
     from nearkin.cli.arguments import check_key, parse_size
     from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions
@@ -354,8 +355,9 @@ def _plan(output: FileOutput, key: str, paths: Sequence[str], options: BackupOpt
 
     with output.session.open() as store:
         check_new_key(store, key, paths, "backup")
-        plan = BackupPlan(paths, options, _store_folders(store), counts)
         newest, unfinished, merged = _parent_trees(store, key)
+        root = None if newest is None else newest.summary.root
+        plan = BackupPlan(paths, options, _store_folders(store), counts, lambda: root)
         bar = entries_bar("dry run", read, shown=output.has_bar)
         with json_lines(read, counts.problems) if output.as_lines else bar:
             plan.run(newest, unfinished, merged)
@@ -447,17 +449,24 @@ def _report(output: FileOutput, key: str, result: BackupResult, seconds: float) 
 
 
 def _entries_text(counts: BackupCounts) -> str:
+    from nearkin.cli.tree_output import show_path
     from nearkin_shared.savings_table import human_bytes, plural
 
     total = human_bytes(counts.read_bytes + counts.reused_bytes)
     others = f", {plural(counts.others, 'other')}" if counts.others else ""
-    return f"{plural(counts.files, 'file')}, {plural(counts.folders, 'folder')}{others}, {total}"
+    root = show_path(counts.root)
+    return f"{plural(counts.files, 'file')}, {plural(counts.folders, 'folder')}{others}, {total} of {root}"
 
 
 def _print_problems(counts: BackupCounts) -> None:
     from nearkin.cli.output import notice, warn
-    from nearkin.cli.tree_output import path_lines, unmatched_line
+    from nearkin.cli.tree_output import path_lines, show_path, unmatched_line
 
+    if counts.newest_root not in (b"", counts.root):
+        notice(
+            f"the root is {show_path(counts.root)}, and that of the newest version before it "
+            f"{show_path(counts.newest_root)}: names in the tree differ, and files of other names are read again"
+        )
     if counts.unmatched_patterns:
         notice(unmatched_line(counts.unmatched_patterns))
     for line in path_lines("skipped", counts.skips, counts.skipped):
@@ -470,6 +479,8 @@ def _counts_json(counts: BackupCounts) -> dict[str, object]:
     from nearkin.cli.tree_output import patterns_json, problems_json
 
     return {
+        "root": os.fsdecode(counts.root),
+        "newest_root": os.fsdecode(counts.newest_root) or None,
         "files": counts.files,
         "folders": counts.folders,
         "others": counts.others,

@@ -282,24 +282,28 @@ def retain(key: str, version: int | None, until: str | None, duration: str | Non
 def info(key: str, version: int | None) -> None:
     """Show one version: size, digests, time, metadata.
 
-    A version of a backup has tags, the host and the paths that were stored.
+    A version of a backup has tags, the host, the paths that were stored, and the root that names in it count from.
 
     nearkin info db/dump@2                         # as --version 2
     nearkin info home@36h                          # the version of that time
     """
     from nearkin.cli.arguments import check_key
     from nearkin.cli.output import info_lines, print_json, print_line, version_json
-    from nearkin.cli.tree_location import resolve_key
+    from nearkin.cli.tree_location import find_root, resolve_key
+    from nearkin_shared.utils.terminal import printable
 
     session = current_session()
     check_key(key)
     with session.open() as store:
         found = store.info(*resolve_key(store, "info", key, version))
+        root = find_root(store, found)
     if session.as_json:
-        print_json(version_json(found))
+        print_json({**version_json(found), "root": root})
         return
     for line in info_lines(found):
         print_line(line)
+    if root is not None:
+        print_line(f"{'root':<12}{printable(root)}")
 
 
 @nearkin.command()

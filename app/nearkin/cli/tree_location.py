@@ -24,6 +24,7 @@ from nearkin_shared.errors import BadInput, Corrupt, NearkinError, NotFound
 if TYPE_CHECKING:
     from nearkin.store_copy import AnyStore
     from nearkin_shared.reading.tree_reader import TreeReader
+    from nearkin_shared.results import VersionInfo
 
 CANDIDATES_MAX = 64
 """Splits that are tried; each costs a lookup of its key."""
@@ -171,6 +172,16 @@ def is_tree_key(store: AnyStore, key: str) -> bool:
         return store.info(key).is_tree
     except NearkinError:  # such as a token that may only list
         return False
+
+
+def find_root(store: AnyStore, info: VersionInfo) -> str | None:
+    """Return the folder that a tree stores; None if it is of no folder, or cannot be read."""
+    if not info.is_tree:
+        return None
+    try:
+        return os.fsdecode(store.tree(info.key, info.version).summary.root) or None
+    except NearkinError:  # such as a token that may only list
+        return None
 
 
 def resolve_version(store: AnyStore, location: TreeLocation) -> ResolvedLocation:

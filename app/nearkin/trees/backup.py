@@ -43,7 +43,7 @@ from nearkin.trees.parent_tree import (
 )
 from nearkin.trees.tree_sinks import StoreSink, TreeSink
 from nearkin.trees.tree_writer import TreeWriter
-from nearkin.trees.walker import ListedFolder
+from nearkin.trees.walker import ListedFolder, NewestRoot
 from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEntry, sort_key
 from nearkin_shared.kernels.content_hasher import ContentHasher
 from nearkin_shared.reading.tree_reader import EntryGroup
@@ -86,13 +86,14 @@ class TreeBackup(BackupWalk):
         left_out: Sequence[Path] = (),
         parents: Callable[[], Sequence[ParentTree]] = tuple,
         checkpoint: CheckpointOptions | None = None,
+        newest_root: NewestRoot = lambda: None,
     ) -> None:
         """Create the source of a put.
 
-        `parents` is called when the put has begun, the newest first. `checkpoint`: None: there are none. Raises as
-        `BackupWalk` does.
+        `parents` is called when the put has begun, the newest first. `checkpoint`: None: there are none. Others are
+        those of `BackupWalk`, which raises the same.
         """
-        super().__init__(paths, options, counts, left_out)
+        super().__init__(paths, options, counts, left_out, newest_root)
         self._parents = parents
         self._checkpoint = checkpoint
         self._skip_if_unchanged = options.skip_if_unchanged
@@ -123,6 +124,8 @@ class TreeBackup(BackupWalk):
         if not parents and isinstance(sink, StoreSink):
             sink.seek_no_bases()
         self._previous_entries = parents[-1].reader.summary.entries if parents else -1
+        if parents and not parents[-1].is_checkpoint:
+            self.counts.newest_root = parents[-1].reader.summary.root
         self.counts.checkpoints = sum(parent.is_checkpoint for parent in parents)
         overlaps = any(parent.remote.checkpoint is not None for parent in parents)
         self._found = OrderedEntries((merged_entries if overlaps else parent_entries)(parents))

@@ -19,7 +19,7 @@ from nearkin.trees.attributes import KINDS, data_bytes
 from nearkin.trees.backup_walk import BackupCounts, BackupOptions, BackupWalk, FileState
 from nearkin.trees.hard_links import HardLinks
 from nearkin.trees.parent_tree import KeyedGroup, OrderedEntries, ParentTree, merged_entries, placed_entries
-from nearkin.trees.walker import ListedFolder
+from nearkin.trees.walker import ListedFolder, NewestRoot
 from nearkin_shared.formats.tree_entry_group import EntryKind, TreeEntry, sort_key
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 
@@ -38,10 +38,15 @@ class BackupPlan(BackupWalk):
     counts: PlannedCounts
 
     def __init__(
-        self, paths: Sequence[str | Path], options: BackupOptions, left_out: Sequence[Path], counts: PlannedCounts
+        self,
+        paths: Sequence[str | Path],
+        options: BackupOptions,
+        left_out: Sequence[Path],
+        counts: PlannedCounts,
+        newest_root: NewestRoot = lambda: None,
     ) -> None:
         """`left_out`: folders of the store. Raises as `BackupWalk` does."""
-        super().__init__(paths, options, counts, left_out)
+        super().__init__(paths, options, counts, left_out, newest_root)
         self._links = HardLinks()
 
     def run(
@@ -52,6 +57,8 @@ class BackupPlan(BackupWalk):
         `merged`: the newest tree of a server and its checkpoints, whose entries are mixed, in place of `unfinished`.
         Raises BadInput if the root cannot be listed.
         """
+        if newest is not None:
+            self.counts.newest_root = newest.summary.root
         entries = OrderedEntries(_merged_placed(merged) if merged else placed_entries(unfinished, newest))
         present = entries
         if merged or unfinished is not None:

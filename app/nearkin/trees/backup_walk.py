@@ -18,7 +18,7 @@ import msgspec
 from nearkin.trees.exclusions import ExclusionOptions, Exclusions
 from nearkin.trees.source_patterns import translate_patterns
 from nearkin.trees.unmatched_patterns import PatternSource
-from nearkin.trees.walker import TreeWalker, tree_paths
+from nearkin.trees.walker import NewestRoot, TreeWalker, tree_paths
 from nearkin_shared.formats.tree_entry_group import EntryFlag, EntryKind, TreeEntry
 
 PROBLEMS_MAX = 10_000
@@ -119,6 +119,10 @@ class BackupCounts:
     """Durable ones that the next run continues, also those of earlier runs."""
     path: bytes = b""
     """The entry in progress."""
+    root: bytes = b""
+    """The folder that is stored, as an absolute path."""
+    newest_root: bytes = b""
+    """That of the newest tree of the key; empty if it has none, or of no folder."""
     problems: list[PathProblem] = field(default_factory=list)
     skips: list[PathProblem] = field(default_factory=list)
     unmatched_patterns: list[PatternSource] = field(default_factory=list)
@@ -136,16 +140,18 @@ class BackupWalk:
         options: BackupOptions,
         counts: BackupCounts,
         left_out: Sequence[Path] = (),
+        newest_root: NewestRoot = lambda: None,
     ) -> None:
         """`left_out`: folders that are not entered, such as those of the store.
 
+        `newest_root`: is called if a path is absent.
         Raises BadInput (a path does not exist, a pattern does not parse).
         """
         self.counts = counts
         self._on_file = options.on_file
         self._comparison = options.comparison
-        chosen = tree_paths(paths)
-        self._root = chosen.root
+        chosen = tree_paths(paths, newest_root)
+        self._root = counts.root = chosen.root
         self._exclusions = Exclusions(
             options.exclusions, lambda sources: translate_patterns(sources, chosen.prefixes, self._has_entry)
         )

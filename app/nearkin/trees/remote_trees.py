@@ -98,13 +98,21 @@ def back_up_remote(
             _set_counts(counts, BackupCounts())
             _delete_checkpoints(store, key)
     reading_all = replace(options, comparison=ComparisonOptions(force_rescan=True))
-    stream = open_tree_stream(TreeBackup(paths, reading_all, counts))
+    stream = open_tree_stream(TreeBackup(paths, reading_all, counts, newest_root=lambda: _newest_root(store, key)))
     try:
         result = store.put(key, cast("BinaryIO", stream), metadata=metadata_of(options, paths))
     finally:
         stream.close()
     _delete_checkpoints(store, key)
     return BackupResult(result, counts)
+
+
+def _newest_root(store: RemoteStore, key: str) -> bytes | None:
+    """Return the root of the newest tree of a key; None if this token can read none."""
+    try:
+        return store.tree(key).summary.root
+    except (AccessDenied, Corrupt, FormatTooNew, NotFound):
+        return None
 
 
 def _delete_checkpoints(store: RemoteStore, key: str) -> None:
@@ -134,7 +142,14 @@ def _send_changes(
     changing = replace(options, skip_if_unchanged=False)
     metadata = metadata_of(options, paths)
     checkpoint = CheckpointOptions("", {})
-    backup = TreeBackup(paths, changing, counts, parents=sources.parents, checkpoint=checkpoint)
+    backup = TreeBackup(
+        paths,
+        changing,
+        counts,
+        parents=sources.parents,
+        checkpoint=checkpoint,
+        newest_root=lambda: _newest_root(store, key),
+    )
     earlier_bytes = sources.checkpoint_bytes
 
     def send(file: BinaryIO, new_bytes: int, continues: str) -> PutResult:

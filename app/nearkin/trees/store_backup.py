@@ -78,6 +78,10 @@ def back_up(
         since_us = 0 if newest is None or newest.manifest is None else newest.manifest.created_us
         return [*_unfinished(store, checkpoint_key, since_us), *([] if newest is None else [newest])]
 
+    def newest_root() -> bytes | None:
+        newest = _parent(store, key)
+        return None if newest is None else newest.reader.summary.root
+
     metadata = metadata_of(options, paths)
     backup = TreeBackup(
         paths,
@@ -86,6 +90,7 @@ def back_up(
         left_out=store.folders,
         parents=parents,
         checkpoint=CheckpointOptions(checkpoint_key, {**metadata, "of": key[:CHECKPOINT_KEY_CHARACTERS]}),
+        newest_root=newest_root,
     )
     result: PutResult | None = None
     with suppress(TreeUnchanged):

@@ -26,6 +26,8 @@ from nearkin_shared.utils.mounts import pseudo_devices
 
 ReportProblem = Callable[[bytes, str], None]
 """Called with a path of the file system and why it cannot be read."""
+NewestRoot = Callable[[], bytes | None]
+"""Returns the root of the newest version of a key; None if there is none."""
 ReportSkip = Callable[[bytes, str], None]
 """Called with a path of the file system and why it is left out."""
 Ancestors = tuple[int, int, "Ancestors | None"]
@@ -82,10 +84,11 @@ class _GivenPath(NamedTuple):
     """It ends with `/`: a symlink stands for its folder."""
 
 
-def tree_paths(paths: Sequence[str | Path]) -> TreePaths:
+def tree_paths(paths: Sequence[str | Path], newest_root: NewestRoot = lambda: None) -> TreePaths:
     """Return the root of the tree that holds `paths`; a single folder is the root itself.
 
-    Raises BadInput (no path, or none that exists).
+    A path that is absent counts only where the newest version has such a root: then names in the tree stay as they
+    are. Raises BadInput (no path, or none that exists).
     """
     if not paths:
         raise BadInput("no path is given: name the folders to store")
@@ -96,11 +99,15 @@ def tree_paths(paths: Sequence[str | Path]) -> TreePaths:
     if len(absent) == len(given):
         more = f"; {len(absent) - 1:,} others cannot be stored either" if len(absent) > 1 else ""
         raise BadInput(f'path "{os.fsdecode(absent[0][0])}": {absent[0][1]}{more}')
-    if len(given) == 1 and os.path.isdir(given[0].path):
-        real_root = os.path.realpath(given[0].path)
-        return TreePaths(real_root, {b"": None}, prefixes=source_prefixes(named, given[0].path, real_root))
-    # those that are absent count as well: the root, and so the names in the tree, stay as they are with them
-    root = os.path.commonpath([path.path if _is_folder(path) else os.path.dirname(path.path) for path in given])
+    present = [path for path in given if not path.is_absent]
+    root = _root_of(present)
+    if absent and os.path.realpath(with_absent := _root_of(given)) == newest_root():
+        root, present = with_absent, given
+    if len(present) == 1 and os.path.isdir(present[0].path):
+        real_root = os.path.realpath(present[0].path)
+        return TreePaths(
+            real_root, {b"": None}, absent=absent, prefixes=source_prefixes(named, present[0].path, real_root)
+        )
     selection = _Selection(root)
     for path in given:
         if not path.is_absent:
@@ -134,6 +141,10 @@ def _given_path(path: bytes) -> _GivenPath:
     if stat.S_ISSOCK(status.st_mode):
         return _GivenPath(absolute, True, "is a socket, which has no content to store", False)
     return _GivenPath(absolute, False, "", parts[-1] in (b"", b".") and os.path.isdir(absolute))
+
+
+def _root_of(given: Sequence[_GivenPath]) -> bytes:
+    return os.path.commonpath([path.path if _is_folder(path) else os.path.dirname(path.path) for path in given])
 
 
 def _is_folder(path: _GivenPath) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nearkin.store import open_store
+from nearkin.trees import backup
 from nearkin.trees.backup_walk import BackupOptions
 from nearkin.trees.exclusions import ExclusionOptions
 from nearkin.trees.store_backup import BackupResult
@@ -90,10 +91,34 @@ def test_dots_behind_a_symlink_are_those_of_the_kernel(machine: Path, tmp_path: 
 
 def test_given_path_that_is_absent_is_named_and_the_rest_stored(machine: Path, tmp_path: Path) -> None:
     result, found = back_up(tmp_path, machine / "etc", machine / "gone" / "x")
-    assert (b"etc/p" in found, result.counts.unread, result.is_complete) == (True, 1, False)
+    assert (b"p" in found, result.counts.unread, result.is_complete) == (True, 1, False)
     assert result.counts.problems == [(os.fsencode(machine / "gone" / "x"), "no such file or directory")]
     with pytest.raises(BadInput, match="gone"):
         back_up(tmp_path, machine / "gone", machine / "gone2")
+
+
+def test_absent_path_does_not_move_the_root(machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistyped path next to a folder that was stored alone: names stay, and its files are taken over."""
+    monkeypatch.setattr(backup, "RECENT_NS", 0)
+    back_up(tmp_path, machine / "real")
+    result, found = back_up(tmp_path, machine / "real", machine / "nope", tmp_path / "no" / "such")
+    assert set(found) == {b"", b"kim", b"kim/thesis"}
+    assert (result.counts.unread, result.counts.unchanged_files) == (2, 1)
+    assert result.counts.root == result.counts.newest_root == os.fsencode(machine / "real")
+
+
+def test_path_that_is_gone_keeps_the_newest_root(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backup, "RECENT_NS", 0)
+    back_up(tmp_path, machine / "real", machine / "etc" / "p")
+    (machine / "etc" / "p").unlink()
+    result, found = back_up(tmp_path, machine / "real", machine / "etc" / "p")
+    assert set(found) == {b"", b"real", b"real/kim", b"real/kim/thesis"}
+    assert (result.counts.unread, result.counts.unchanged_files) == (1, 1)
+    result, found = back_up(tmp_path, machine / "real")
+    assert set(found) == {b"", b"kim", b"kim/thesis"}
+    assert (result.counts.root, result.counts.newest_root) == (os.fsencode(machine / "real"), os.fsencode(machine))
 
 
 def test_given_path_that_vanishes_is_named(machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
