@@ -396,9 +396,11 @@ class Store(TreeStorage):
         check_prefix(prefix)
         tenant = self.settings.tenant
         check_tenant(self._covered, tenant)
-        catalog = self.catalog(tenant, prefix)
-        marked = {entry.key: None for entry in catalog if entry.sequence and is_listed_key(entry.key, prefix)}
-        return list(self._deletions.list_deleted(tenant, marked, broken or _warn))
+        marked: dict[str, list[CatalogEntry]] = {}
+        for entry in self.catalog(tenant, prefix):
+            if entry.sequence and is_listed_key(entry.key, prefix):
+                marked.setdefault(entry.key, []).append(entry)
+        return list(self._deletions.list_deleted(tenant, marked, broken or _warn, entries=marked.__getitem__))
 
     def purge(
         self,

@@ -159,6 +159,8 @@ class Deletion:
     """End of the undelete window; nothing of the version is freed before."""
     who: str
     reason: str
+    created: datetime | None = None
+    """When the version was committed; None if its manifest cannot be read, or by an older server."""
 
 
 @frozen

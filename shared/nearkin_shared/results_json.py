@@ -91,6 +91,7 @@ def deletion_json(deletion: Deletion) -> dict[str, object]:
         "until": _timestamp(deletion.until),
         "who": deletion.who,
         "reason": deletion.reason,
+        "created": None if deletion.created is None else _timestamp(deletion.created),
     }
 
 
@@ -106,6 +107,7 @@ def deletion_from(value: object) -> Deletion:
         until=_moment(fields, "until"),
         who=_get(fields, "who", str),
         reason=_get(fields, "reason", str),
+        created=None if fields.get("created") is None else _moment(fields, "created"),
     )
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nearkin import open_store
 from nearkin.lab.generated_data import random_bytes, text_like
 from nearkin.salvage import place
+from nearkin_shared.storage.manifests import object_name
 from tests.support.checks.commands import InProcess
 from tests.support.data.stores import SMALL, containers, flip, settings
 from tests.support.fakes.scripted_gateway import TOKEN, ScriptedGateway
@@ -149,11 +150,34 @@ def test_at_names_a_deleted_version(dated: Path, call: InProcess) -> None:
     assert refused.returncode != 0
     assert refused.stdout == b""
     assert b"version 2 (deleted " in refused.stderr
-    assert b"nearkin undelete" in refused.stderr
+    assert b"was the version of" in refused.stderr
+    assert b"`nearkin undelete db@2` restores it, or name another: db@1 of " in refused.stderr
+    assert b"--version" not in refused.stderr
     assert call("--store", dated, "get", "db", "--at", "1h").stdout == b"version 3"
     with open_store(dated, settings=CHOSEN) as store:
         store.delete("db")
     assert b"version 3 (deleted " in call("--store", dated, "get", "db", "--at", "1h").stderr
+
+
+def test_at_ignores_deleted_versions_made_after(dated: Path, call: InProcess) -> None:
+    """Ignore a version that was deleted since and was made after that time."""
+    with open_store(dated, settings=CHOSEN) as store:
+        store.delete("db", 3)
+        assert [one.created for one in store.list_deleted("db")] == [NOW - timedelta(hours=10)]
+    assert call("--store", dated, "get", "db", "--at", "15h").stdout == b"version 2"
+    assert b"version 3 (deleted " in call("--store", dated, "get", "db", "--at", "9h").stderr
+
+
+def test_at_names_deleted_versions_of_unknown_time(dated: Path, call: InProcess) -> None:
+    """Name a deleted version that may have been the newest if its manifest cannot be read."""
+    with open_store(dated, settings=CHOSEN) as store:
+        store.put("db", b"with long metadata", metadata={"x": "y" * 5000})  # the index leaves its time out
+        store.delete("db", 4)
+    (dated / object_name("default", "db", 4)).write_bytes(b"damaged")
+    refused = call("--store", dated, "get", "db", "--at", "5h")
+    assert b"version 4 (deleted " in refused.stderr
+    assert b"may be the version of" in refused.stderr
+    assert call("--store", dated, "get", "db", "--at", "15h").stdout == b"version 2"
 
 
 def test_at_ignores_versions_deleted_before(tmp_path: Path, call: InProcess) -> None:
@@ -197,3 +221,6 @@ def test_at_works_through_a_server(tmp_path: Path, call: InProcess) -> None:
         assert call(*served, "--at", after, env=env).stdout == b"served"
         assert b"had no version" in call(*served, "--at", "2d", env=env).stderr
         assert b"name it with --store" in call(*served, "--salvage", env=env).stderr
+        gateway.read().put("db", b"later")
+        gateway.read().delete("db", 2)
+        assert call(*served, "--at", after, env=env).stdout == b"served"

@@ -166,6 +166,7 @@ def test_deleted_version_lists_user_and_reason() -> None:
     (entry,) = deletions.list_deleted("default", ["k", "none"])
     assert (entry.key, entry.version, entry.who, entry.reason) == ("k", 2, "kim", "wrong host")
     assert entry.deleted.timestamp() == clock.now
+    assert entry.created == manifests.get("default", "k", 2).info.created
 
 
 def test_collected_version_is_never_undeleted() -> None:

@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import datetime
 
 from nearkin_shared.errors import Corrupt, NotFound, PermanentError, RetentionActive, RetryableError
 from nearkin_shared.formats.manifest import CREATED_US_MAX, moment_of
 from nearkin_shared.formats.tombstone import Mark, MarkKind
+from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.index.protocols import MarkedVersion
 from nearkin_shared.objectstore.base import AlreadyExists
 from nearkin_shared.results import Damage, Deletion, VersionInfo
@@ -296,14 +298,21 @@ class Deletions:
             raise RetryableError(f"{_version_name(key, version)}: {RACES_MAX} concurrent changes; try again")
 
     def list_deleted(
-        self, tenant: str, keys: Iterable[str], broken: Callable[[Damage], None] | None = None
+        self,
+        tenant: str,
+        keys: Iterable[str],
+        broken: Callable[[Damage], None] | None = None,
+        *,
+        entries: Callable[[str], Iterable[CatalogEntry]] = lambda _key: (),
     ) -> Iterator[Deletion]:
         """Yield the deleted versions of these keys that are not collected.
 
         Ordered by key as given, then version. An unreadable mark is passed to `broken`, or raised as Corrupt.
+        `entries` returns the index entries of a key; the manifest is read of a version that they leave out.
         """
         for key in keys:
             histories = self._histories(tenant, key, None)
+            indexed = {entry.version: entry for entry in entries(key)}
             for history in histories:
                 if not history.committed or not history.sequence % 2:
                     continue
@@ -316,7 +325,15 @@ class Deletions:
                     broken(Damage(name, str(err), ((key, history.version),)))
                 else:
                     at, until = moment_of(mark.at_us), moment_of(mark.until_us)
-                    yield Deletion(key, mark.version, at, until, mark.who, mark.reason)
+                    created = self._created(tenant, key, mark.version, indexed.get(mark.version))
+                    yield Deletion(key, mark.version, at, until, mark.who, mark.reason, created)
+
+    def _created(self, tenant: str, key: str, version: int, entry: CatalogEntry | None) -> datetime | None:
+        """Return when a version was committed, from its index entry or manifest, else None."""
+        with suppress(PermanentError):
+            info = None if entry is None else entry.info
+            return self._manifests.get(tenant, key, version).info.created if info is None else info.created
+        return None
 
     def _check_retained(self, tenant: str, key: str, histories: Iterable[History]) -> int:
         """Refuse to delete a version that its manifest, a retention record or a policy retains.

@@ -21,7 +21,7 @@ STATS = Stats(Ledger(), 1, 1, 1, 1, {}, 0, {}, {}, 0, 0, 0.5)
     ("model", "value"),
     [
         (response_models.BlobVersion, info_json(INFO)),
-        (response_models.DeletedVersion, deletion_json(Deletion("k", 1, NOW, NOW, "who", "why"))),
+        (response_models.DeletedVersion, deletion_json(Deletion("k", 1, NOW, NOW, "who", "why", NOW))),
     ],
 )
 def test_model_declares_exactly_the_json_fields(model: type[BaseModel], value: dict[str, Any]) -> None:

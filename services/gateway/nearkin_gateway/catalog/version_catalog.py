@@ -177,10 +177,12 @@ class VersionCatalog:
 
     def _indexed_versions(self, tenant: str, key: str) -> list[int]:
         """Return the versions of a key that the index lists; none while the index is incomplete."""
-        if not self._listing.is_complete:
-            return []
+        return [entry.version for entry in self._entries_of(tenant, key)] if self._listing.is_complete else []
+
+    def _entries_of(self, tenant: str, key: str) -> Iterator[CatalogEntry]:
+        """Yield the index entries of a key, read INDEXED_A_PAGE at a time."""
         listed = self._listing.catalog_after(tenant, key, key, 0, INDEXED_A_PAGE)
-        return [entry.version for entry in takewhile(lambda entry: entry.key == key, listed)]
+        return takewhile(lambda entry: entry.key == key, listed)
 
     def _later_versions(self, tenant: str, key: str, version: int) -> list[int]:
         """Return the indexed versions of a key above `version`; none until the index is complete."""
@@ -281,11 +283,12 @@ class VersionCatalog:
         after_key, after_version = _after(after)
         found: list[Deletion] = []
         damaged: list[Damage] = []
+        entries = partial(self._entries_of, tenant)
         examined = 0
         for key in self._listing.marked_keys(tenant, prefix, after_key):
             if is_reserved_key(key) or (key == after_key and after_version is None):
                 continue
-            for entry in deletions.list_deleted(tenant, [key], damaged.append):
+            for entry in deletions.list_deleted(tenant, [key], damaged.append, entries=entries):
                 if key == after_key and after_version is not None and entry.version <= after_version:
                     continue
                 if len(found) == limit:

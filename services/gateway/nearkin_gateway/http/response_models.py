@@ -85,6 +85,7 @@ class DeletedVersion(BaseModel):
     until: datetime = Field(description="Up to then it can be undeleted.")
     who: str = Field(description="The token's id, or the address.")
     reason: str
+    created: datetime | None = Field(description="When it was committed; null: its manifest cannot be read.")
 
 
 class DeletedPage(BaseModel):
