@@ -79,8 +79,10 @@ class ShardIndex(LmdbIndex):
         """Return what `at` does if keys are few and memory has all of it, else None."""
         if not 0 < len(keys) <= KEYS_AT_ONCE.get(table, 0):
             return None
+        if table == "chunks":
+            return self.tablets.locate_at_once(keys)
         with self._reading(buffers=True) as txn:
-            return self.tablets.locate_at_once(txn, table, keys)
+            return self.tablets.locate_at_once(keys, txn)
 
     def add_parts(self, parts: Sequence[ContainerPart]) -> None:
         """Add the entries of durable containers in one transaction; existing entries stay."""

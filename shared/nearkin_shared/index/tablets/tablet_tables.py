@@ -247,21 +247,23 @@ class TabletTables(EntryTables):
             tablet_of = self._chunk_tablet if is_chunk else self._segment_reader(txn)
             return self._find(tags, keys, key_tags, tablet_of, self._recent[table])
 
-    def locate_at_once(self, txn: Any, table: str, keys: U8) -> tuple[Locations, Bools] | None:
-        """Return (locations, found) of chunks or segments if it need not wait, else None.
+    def locate_at_once(self, keys: U8, txn: Any = None) -> tuple[Locations, Bools] | None:
+        """Return (locations, found) of chunks, with `txn` of segments, or None if it would wait.
 
-        It waits for another call, for tags that another process changed, and for tablets that are not in memory.
+        A lookup waits for another call, for changes that are not in memory, and for tablets that are not. No other
+        process may write.
         """
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            row = bytes(txn.get(_META, _NO_STATE, db=self._meta))
-            if self._tags is None or row != self._seen:
+            if self._tags is None or self._written is not None:
                 return None
-            is_chunk = table == "chunks"
-            key_tags = words_of(keys, _CHECK_TAG_AT) if is_chunk else tags_of_segments(keys)
-            tablet_of = self.tablets.get_cached if is_chunk else self._segment_reader(txn)
-            return self._find(self._tags, keys, key_tags, tablet_of, self._recent[table])
+            if txn is None:
+                tags = words_of(keys, _CHECK_TAG_AT)
+                return self._find(self._tags, keys, tags, self.tablets.get_cached, self._recent["chunks"])
+            return self._find(
+                self._tags, keys, tags_of_segments(keys), self._segment_reader(txn), self._recent["segments"]
+            )
         except NotCached:
             return None
         finally:
