@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from nearkin.local.source_feed import TreeSource
 from nearkin.store_maintenance import MaintainedStore
+from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.reading.restore import VersionReader
 from nearkin_shared.results import PutResult
+from nearkin_shared.storage.manifests import object_name
+from nearkin_shared.types import Locations
 from nearkin_shared.validation import check_user_key
 
 if TYPE_CHECKING:
@@ -66,7 +68,6 @@ class TreeStorage(MaintainedStore):
 
     def tree_access(self) -> TreeStore:
         """Return the operations that a put of a tree uses."""
-        from nearkin.trees.parent_tree import check_sound
         from nearkin.trees.store_backup import CHECKPOINT_REASON, TreeStore
 
         return TreeStore(
@@ -74,9 +75,40 @@ class TreeStorage(MaintainedStore):
             self._range,
             self._put_tree,
             lambda name: self.delete(name, reason=CHECKPOINT_REASON),
-            partial(check_sound, self._containers, self._quarantine),
+            self._check_sound,
             self.own_folders,
         )
+
+    def _check_sound(self, manifest: Manifest) -> None:
+        """Raise Corrupt if data that a version needs are damaged, DamageNoted if that is new.
+
+        Raises StoreUnavailable.
+        """
+        from nearkin.trees.parent_tree import check_sound
+        from nearkin.trees.store_backup import DamageNoted
+
+        try:
+            check_sound(self._containers, self._quarantine, manifest)
+        except Corrupt as err:
+            if err.container is not None and not self._is_damaged(manifest):
+                return  # only dead data of other versions depend on the container
+            self.damage_notes.note(err, Locations.empty(), self._containers)
+            if self.damage_notes.read():
+                raise DamageNoted(str(err)) from err
+            raise
+
+    def _is_damaged(self, manifest: Manifest) -> bool:
+        """Return whether a version needs a chunk of a container that cannot be read."""
+        from nearkin_maintenance.gc.mark import LiveSet
+
+        try:
+            live_set = LiveSet(
+                self._containers, self._manifests, [object_name(manifest.tenant, manifest.key, manifest.version)]
+            )
+            live_set.transitive_closure(live_set.chunks)
+        except Corrupt:
+            return True
+        return False
 
     def import_tar(
         self,

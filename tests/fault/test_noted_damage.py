@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import nearkin
 from nearkin.lab.generated_data import mutate, random_bytes
 from nearkin.local.damage_notes import NAME, NOTED_MAX, DamageNotes, suspect_containers
 from nearkin.store import Store, open_store
+from nearkin.trees.backup import RECENT_NS
 from nearkin_shared.errors import Corrupt, KeysLost, NearkinError
 from nearkin_shared.formats.pending_delete_record import PendingDelete
 from nearkin_shared.storage.containers import id_of
@@ -153,6 +155,30 @@ def test_backup_after_a_failed_restore_is_complete(tmp_path: Path) -> None:
         assert store.restore("home", tmp_path / "target").is_complete
         assert not store.verify().damage
     subprocess.run(["diff", "-r", folder, tmp_path / "target"], check=True)
+
+
+def test_backup_that_finds_damage_is_complete(tmp_path: Path) -> None:
+    """The first backup that meets an unreadable container stores its chunks again; the next ones take over files."""
+    source, root = tmp_path / "source", tmp_path / "store"
+    source.mkdir()
+    (source / "a").write_bytes(DATA)
+    time.sleep(1.2 * RECENT_NS / 1e9)
+    with open_store(root, settings=CHOSEN, create=True) as store:
+        store.backup("k", [source])
+        (source / "a").write_bytes(mutate(DATA, 5, 30))
+        (source / "b").write_bytes(random_bytes(200_000, 8))
+        time.sleep(1.2 * RECENT_NS / 1e9)
+        store.backup("k", [source])
+    first = containers(root)[0]
+    first.chmod(0o600)
+    flip(first, first.stat().st_size - 20)
+    with open_store(root, settings=CHOSEN) as store:
+        assert store.backup("k", [source]).counts.unchanged_files == 0
+        store.restore("k", tmp_path / "target")
+        subprocess.run(["diff", "-r", source, tmp_path / "target"], check=True)
+        assert store.backup("k", [source]).counts.unchanged_files == 2, "only earlier versions need the container"
+        assert store.get("k", 4).read()
+        assert not any(version in (("k", 3), ("k", 4)) for one in store.verify().damage for version in one.versions)
 
 
 def test_damage_of_another_key_leaves_a_tree_reusable(tmp_path: Path) -> None:

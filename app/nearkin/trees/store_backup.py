@@ -52,6 +52,10 @@ class BackupResult:
         return not self.counts.unread and not self.counts.changed
 
 
+class DamageNoted(Corrupt):
+    """A version is damaged, as is noted now: the next put verifies its containers."""
+
+
 class TreeStore(NamedTuple):
     """Operations of an open store that a backup uses."""
 
@@ -62,7 +66,8 @@ class TreeStore(NamedTuple):
     put: Callable[[str, TreeBackup, dict[str, str]], PutResult]
     delete: Callable[[str], int]
     check_sound: Callable[[Manifest], None]
-    """Raises Corrupt if a chunk of a version is known to be missing or damaged, StoreUnavailable."""
+    """Raises Corrupt if a chunk of a version is known to be missing or damaged, DamageNoted if that is new,
+    StoreUnavailable."""
     folders: Sequence[Path]
     """Folders that the store writes, which a backup leaves out."""
 
@@ -83,18 +88,27 @@ def back_up(
         return None if newest is None else newest.reader.summary.root
 
     metadata = metadata_of(options, paths)
-    backup = TreeBackup(
-        paths,
-        options,
-        counts,
-        left_out=store.folders,
-        parents=parents,
-        checkpoint=CheckpointOptions(checkpoint_key, {**metadata, "of": key[:CHECKPOINT_KEY_CHARACTERS]}),
-        newest_root=newest_root,
-    )
+    checkpoint = CheckpointOptions(checkpoint_key, {**metadata, "of": key[:CHECKPOINT_KEY_CHARACTERS]})
+
+    def put() -> PutResult:
+        backup = TreeBackup(
+            paths,
+            options,
+            counts,
+            left_out=store.folders,
+            parents=parents,
+            checkpoint=checkpoint,
+            newest_root=newest_root,
+        )
+        return store.put(key, backup, metadata)
+
     result: PutResult | None = None
     with suppress(TreeUnchanged):
-        result = store.put(key, backup, metadata)
+        try:
+            result = put()
+        except DamageNoted as err:  # nothing was stored yet
+            _log.warning("%r: its newest version is damaged, which is verified first: %s", key, err)
+            result = put()
     with suppress(NotFound, RetentionActive):  # an earlier release retained checkpoints, too
         store.delete(checkpoint_key)
     return BackupResult(result, counts)
@@ -173,6 +187,8 @@ def _parent(store: TreeStore, key: str, version: int | None = None) -> ParentTre
         )
     except NotFound:
         return None
+    except DamageNoted:
+        raise
     except Corrupt as err:
         _log.warning("%r: its newest version is damaged, all files are read: %s", key, err)
         return None

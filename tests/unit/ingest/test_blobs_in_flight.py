@@ -35,7 +35,7 @@ class Brokers:
 
 
 def in_flight(monkeypatch: pytest.MonkeyPatch, code: int) -> BlobsInFlight:
-    monkeypatch.setattr(blobs_in_flight, "consumer", lambda *_: Brokers(code))
+    monkeypatch.setattr(blobs_in_flight, "consumer", lambda *_, **_more: Brokers(code))
     return BlobsInFlight(Settings(), "w")
 
 
