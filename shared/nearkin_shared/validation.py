@@ -71,6 +71,8 @@ def check_user_key(key: str) -> None:
         raise BadInput(f"key {key!r}: keys that start with {RESERVED_PREFIX} are reserved; choose another")
 
 
+HEADS_MAX = 16
+"""Of a key: parts before `:/` that are looked up."""
 _NUMBERED = re.compile(r"(.+)@[0-9]{1,19}", re.ASCII | re.DOTALL)
 
 
@@ -80,10 +82,29 @@ def name_of_numbered(key: str) -> str | None:
     return None if matched is None else matched[1]
 
 
+def names_before_path(key: str) -> list[str]:
+    """Return NAME of each reading of a key as NAME:/PATH, an entry of the tree NAME.
+
+    The first HEADS_MAX; `NAME:` is the root of the tree.
+    """
+    ends = [at for at in range(1, len(key)) if key.startswith(":/", at)][:HEADS_MAX]
+    if len(key) > 1 and key.endswith(":"):
+        ends.append(len(key) - 1)
+    return [key[:end] for end in ends]
+
+
+def names_hidden_by(key: str) -> list[str]:
+    """Return the keys of which a key is the name of an entry or of a numbered version."""
+    heads = [*names_before_path(key), key]
+    numbered = (name_of_numbered(head) for head in heads)
+    return list(dict.fromkeys([*heads[:-1], *(name for name in numbered if name is not None)]))
+
+
 def version_name_refusal(key: str, name: str, remedy: str) -> BadInput:
-    """Return the error of a new key that is the name of a version of the key `name`."""
+    """Return the error of a new key that names a version, or an entry, of the key `name`."""
+    what = "an entry of its tree" if ":" in key[len(name) :] else "one of its versions"
     return BadInput(
-        f"KEY {key!r}: the store has the key {name!r}, so that this is the name of one of its versions, and no such "
+        f"KEY {key!r}: the store has the key {name!r}, so that this is the name of {what}, and no such "
         f"key; the next version of {name!r} is stored by {remedy}, another key has another name"
     )
 

@@ -75,7 +75,7 @@ def test_import_tar_of_two_archives_is_refused(store: Path, tmp_path: Path, call
     assert call("--store", store, "import-tar", str(second), second).returncode == 0
 
 
-@pytest.mark.parametrize("key", ["mail@3", "mail@36h", "mail@3:/file", "mail@1:file"])
+@pytest.mark.parametrize("key", ["mail@3", "mail@36h", "mail@3:/file", "mail@1:file", "mail:/file", "mail:"])
 def test_version_of_a_key_as_key_is_refused(store: Path, tmp_path: Path, call: InProcess, key: str) -> None:
     """A key `mail@3` would hide version 3 of `mail` from the commands that read: none makes it."""
     notes, archive = tmp_path / "notes", tmp_path / "1.tar"
@@ -104,3 +104,35 @@ def test_key_with_a_version_of_no_key_is_stored(store: Path, tmp_path: Path, cal
     for words in (("backup", "mail@3", notes), ("put", "mail@host", notes / "file"), ("put", "a@3", notes / "file")):
         assert call("--store", store, *words).returncode == 0
     assert call.answer("--store", store, "info", "mail@3")["version"] == 2
+
+
+def test_entry_of_no_key_as_key_of_a_backup_is_refused(store: Path, tmp_path: Path, call: InProcess) -> None:
+    """`backup REPO:/ARCHIVE PATH`, as other programs name a version; URLs and keys of older stores are keys."""
+    notes = tmp_path / "notes"
+    refused = call("--store", store, "backup", "big:/r1", notes)
+    assert_refused(refused, 2, f"another key has another name: nearkin backup big-r1 {notes}")
+    with open_store(store) as opened:
+        opened.backup("old:/r1", [notes])
+    for words in (("backup", "old:/r1"), ("backup", "https://host/notes"), ("put", "s3://bucket/x")):
+        assert call("--store", store, *words, notes if words[0] == "backup" else notes / "file").returncode == 0
+    assert call("--store", store, "rm", "old:/r1").returncode == 0
+
+
+def test_version_of_another_kind_is_said(store: Path, tmp_path: Path, call: InProcess) -> None:
+    """A blob on a key of trees, or a tree on a key of blobs, is stored and named in one line."""
+    file, folder = tmp_path / "notes" / "file", tmp_path / "notes"
+    archive = tmp_path / "1.tar"
+    with tarfile.open(archive, "w") as opened:
+        opened.add(folder, "notes")
+    for words, is_other in (
+        (("backup", "k", folder), False),
+        (("put", "k", file), True),
+        (("put", "k", file), False),
+        (("import-tar", "k", archive), True),
+        (("put", "k", file), True),
+        (("backup", "k", folder, "--dry-run"), True),
+        (("backup", "k", folder), True),
+    ):
+        done = call("--store", store, *words)
+        assert (done.returncode, b"key 'k': its newest version, " in done.stderr) == (0, is_other), words
+    assert call("--store", store, "-q", "put", "k", file).stderr == b""

@@ -263,13 +263,12 @@ def _check_exclusions(options: ExclusionOptions) -> None:
 
 
 def _back_up(output: FileOutput, key: str, paths: Sequence[str], options: BackupOptions) -> int:
-    from nearkin.cli.path_keys import check_new_key
     from nearkin.trees.backup_walk import BackupCounts
 
     started = time.perf_counter()
     counts = BackupCounts()
     with output.session.open(read_only=False) as store:
-        check_new_key(store, key, paths, "backup")
+        _check_key(store, key, paths)
         with _progress(store, key, paths, options, counts, output):
             try:
                 result = store.backup(key, paths, options=options, counts=counts)
@@ -278,6 +277,20 @@ def _back_up(output: FileOutput, key: str, paths: Sequence[str], options: Backup
                     err.add_note("run the same command again: it continues behind what is stored")
                 raise
     return _report(output, key, result, time.perf_counter() - started)
+
+
+def _check_key(store: AnyStore, key: str, paths: Sequence[str]) -> None:
+    """Refuse a key that names something else; name one whose newest version is a blob.
+
+    Raises BadInput.
+    """
+    from nearkin.cli.output import notice
+    from nearkin.cli.path_keys import check_new_key, describe_other_kind
+
+    check_new_key(store, key, paths, "backup")
+    other_kind = describe_other_kind(store, key, is_tree=True)
+    if other_kind is not None:
+        notice(other_kind)
 
 
 @contextmanager
@@ -343,7 +356,6 @@ def _plan(output: FileOutput, key: str, paths: Sequence[str], options: BackupOpt
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.json_progress import json_lines
     from nearkin.cli.output import print_line
-    from nearkin.cli.path_keys import check_new_key
     from nearkin.cli.progress import EntriesDone, entries_bar
     from nearkin.trees.backup_plan import BackupPlan, PlannedCounts
     from nearkin_shared.utils.terminal import printable
@@ -354,7 +366,7 @@ def _plan(output: FileOutput, key: str, paths: Sequence[str], options: BackupOpt
         return EntriesDone(counts.files, counts.read_bytes + counts.reused_bytes, counts.unread, None)
 
     with output.session.open() as store:
-        check_new_key(store, key, paths, "backup")
+        _check_key(store, key, paths)
         newest, unfinished, merged = _parent_trees(store, key)
         root = None if newest is None else newest.summary.root
         plan = BackupPlan(paths, options, _store_folders(store), counts, lambda: root)

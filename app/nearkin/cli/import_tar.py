@@ -62,7 +62,8 @@ def import_tar(key: str, archive: str, tags: tuple[str, ...], meta: tuple[str, .
     """
     from nearkin.cli.arguments import check_key
     from nearkin.cli.backup_command import parse_tags, parse_tree_metadata
-    from nearkin.cli.path_keys import check_new_key_of_file
+    from nearkin.cli.output import notice
+    from nearkin.cli.path_keys import check_new_key_of_file, describe_other_kind
     from nearkin.cli.progress import EntriesDone, entries_bar
     from nearkin.trees.tar_import import ImportCounts, ImportOptions
 
@@ -80,6 +81,9 @@ def import_tar(key: str, archive: str, tags: tuple[str, ...], meta: tuple[str, .
 
     with session.open(read_only=False) as store:
         check_new_key_of_file(store, key, archive, "import-tar")
+        other_kind = describe_other_kind(store, key, is_tree=True)
+        if other_kind is not None:
+            notice(other_kind)
         with entries_bar("import", read_progress, shown=not session.as_json):
             source = sys.stdin.buffer if archive == "-" else archive
             result = store.import_tar(key, source, options=options, counts=counts)

@@ -46,12 +46,14 @@ def put_one(
     """
     from nearkin.cli.arguments import check_key
     from nearkin.cli.input_sources import run_command
-    from nearkin.cli.output import print_json, print_ledger
-    from nearkin.cli.path_keys import check_new_key_of_file, check_no_version
+    from nearkin.cli.output import notice, print_json, print_ledger
+    from nearkin.cli.path_keys import check_new_key_of_file, check_no_version, describe_other_kind
     from nearkin.cli.progress import bytes_bar
+    from nearkin_shared.results import CONTENT_TYPE_TREE
     from nearkin_shared.results_json import put_json
     from nearkin_shared.savings_table import human_bytes
     from nearkin_shared.utils.terminal import printable
+    from nearkin_shared.validation import CONTENT_TYPE
 
     check_key(key)
     with ExitStack() as opened:
@@ -61,6 +63,9 @@ def put_one(
             check_no_version(store, key, "put --from-command", "")
         else:
             check_new_key_of_file(store, key, source, "put")
+        other_kind = describe_other_kind(store, key, is_tree=options.metadata.get(CONTENT_TYPE) == CONTENT_TYPE_TREE)
+        if other_kind is not None:
+            notice(other_kind)
         if content is None:  # a command starts only if there is a store for its output
             running = run_command(command, allow_empty=allow_empty, show_stderr=not session.as_json)
             content = cast("BinaryIO", opened.enter_context(running))

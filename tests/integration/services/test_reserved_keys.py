@@ -106,3 +106,19 @@ def test_version_name_of_a_key_is_no_new_key(tmp_path: Path) -> None:
         assert client.delete("/v1/blobs/mail@3").status_code == 204
         keys = {entry["key"] for entry in client.get("/v1/blobs").json()["blobs"]}
         assert keys == {"mail", "a@b.c", "ana@2026.example", "a@b.c@home"}
+
+
+def test_entry_name_of_a_key_is_no_new_key(tmp_path: Path) -> None:
+    """A key `big:/r1` would hide the entry `r1` of `big`: no route makes it, one that exists is continued."""
+    with running(embedded(tmp_path / "store")) as gateway, gateway.client() as client:
+        assert client.put("/v1/blobs/big:/r1", content=b"before").status_code == 201, "it hides nothing yet"
+        assert client.put("/v1/blobs/big", content=b"content").status_code == 201
+        for key in ("big:/r2", "big:", "big@3:/r2", "big:/a:/b"):
+            for answer in (
+                client.put(f"/v1/blobs/{key}", content=b"content"),
+                client.post("/v1/uploads", headers=tus(key)),
+            ):
+                assert (answer.status_code, "an entry of its tree" in answer.json()["detail"]) == (400, True), key
+        for key in ("big:/r1", "s3://bucket/x", "big:r2"):
+            assert client.put(f"/v1/blobs/{key}", content=b"content").status_code == 201, key
+        assert client.delete("/v1/blobs/big:/r1").status_code == 204

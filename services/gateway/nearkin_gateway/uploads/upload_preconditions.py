@@ -15,7 +15,7 @@ from nearkin_gateway.uploads.upload_service import is_refused
 from nearkin_shared.errors import Corrupt, NotFound
 from nearkin_shared.preconditions import PRECONDITION, Precondition
 from nearkin_shared.results import VersionInfo
-from nearkin_shared.validation import name_of_numbered, version_name_refusal
+from nearkin_shared.validation import names_hidden_by, version_name_refusal
 
 OUTCOME_SECONDS = 5.0
 """How long the answer to the last bytes of a conditional resumable upload waits for the committer's decision."""
@@ -31,14 +31,16 @@ async def check_newest(gateway: Gateway, tenant: str, key: str, precondition: Pr
 
 
 async def check_new_key(gateway: Gateway, tenant: str, key: str) -> None:
-    """Refuse NAME@NUMBER if the tenant has the key NAME and no such key.
+    """Refuse NAME@NUMBER and NAME:/PATH if the tenant has the key NAME and no such key.
 
-    It would hide version NUMBER of NAME from commands. A key that exists is continued. Raises BadInput,
+    It would hide version NUMBER, or an entry, of NAME from commands. A key that exists is continued. Raises BadInput,
     StoreUnavailable.
     """
-    name = name_of_numbered(key)
-    if name is not None and await _has_key(gateway, tenant, name) and not await _has_key(gateway, tenant, key):
-        raise version_name_refusal(key, name, f"a put of {name!r}")
+    for name in names_hidden_by(key):
+        if await _has_key(gateway, tenant, name):
+            if await _has_key(gateway, tenant, key):
+                return
+            raise version_name_refusal(key, name, f"a put of {name!r}")
 
 
 async def _has_key(gateway: Gateway, tenant: str, key: str) -> bool:
