@@ -276,6 +276,8 @@ class Damage:
     """Whether parity can restore the object: reads succeed, and `nearkin repair` replaces it."""
     is_too_new: bool = False
     """Whether the object is not damaged: it has the format of a later Nearkin, which this one cannot read."""
+    deleted: tuple[tuple[str, int], ...] = ()
+    """Those of `versions` that are deleted."""
 
 
 @frozen
@@ -306,6 +308,8 @@ class VerifyReport:
     """Undamaged objects that lack the parity that the settings require: `repair` adds it."""
     erased_objects: int = 0
     """Objects of erased tenants: they cannot be decrypted, and `gc` removes them."""
+    deleted_versions: int = 0
+    """Those of `versions` that are deleted and not yet freed."""
 
 
 @frozen

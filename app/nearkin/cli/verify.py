@@ -5,6 +5,7 @@ The exit code is 5 for damage, 8 if there is none but data of a later format, el
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -106,7 +107,10 @@ def damage_json(damage: Sequence[Damage]) -> list[dict[str, object]]:
             "problem": one.problem,
             "repairable": one.repairable,
             "too_new": one.is_too_new,
-            "versions": [{"key": key, "version": version} for key, version in one.versions],
+            "versions": [
+                {"key": key, "version": version, "deleted": (key, version) in one.deleted}
+                for key, version in one.versions
+            ],
             "of_other_tenants": [
                 {"tenant": tenant, "key": key, "version": version} for tenant, key, version in one.of_other_tenants
             ],
@@ -123,16 +127,28 @@ def damage_lines(damage: Sequence[Damage]) -> Iterable[str]:
         yield f"{what}: {printable(one.object_name)}: {printable(problem)}"
         if one.repairable:
             yield "  its parity holds what it was: `nearkin repair` puts it right, and reads go on until then"
-        for key, version in one.versions:
-            yield f"  touches {_version_name(key, version)}"
-        for tenant, key, version in one.of_other_tenants:
-            yield f"  touches {_version_name(key, version)} of tenant {printable(tenant)}"
+        yield from _affected_lines(one)
 
 
-def _version_name(key: str, version: int) -> str:
-    if is_reserved_key(key):
-        return f"checkpoint {version} of an unfinished backup, which the next backup of its key leaves out"
-    return f"{printable(key)} version {version}"
+def _affected_lines(one: Damage) -> Iterable[str]:
+    """Yield the versions that damage touches, then the number of checkpoints of each backup."""
+    checkpoints = Counter[tuple[str, str]]()
+    affected = [*(("", key, version) for key, version in one.versions), *one.of_other_tenants]
+    for tenant, key, version in affected:
+        if is_reserved_key(key):
+            checkpoints[tenant, key] += 1
+        else:
+            is_deleted = not tenant and (key, version) in one.deleted
+            yield f"  touches {printable(key)} version {version}{_of(tenant)}{' (deleted)' if is_deleted else ''}"
+    for (tenant, _), count in checkpoints.items():
+        yield (
+            f"  touches {plural(count, 'checkpoint')} of an unfinished backup{_of(tenant)}, which the next backup of "
+            "its key leaves out"
+        )
+
+
+def _of(tenant: str) -> str:
+    return f" of tenant {printable(tenant)}" if tenant else ""
 
 
 def _remedies(damage: Sequence[Damage]) -> Iterable[str]:
@@ -185,6 +201,7 @@ def verify_json(report: VerifyReport, sample: float | None, since: datetime | No
         "container_bytes": report.container_bytes,
         "chunks": report.chunks,
         "versions": report.versions,
+        "deleted_versions": report.deleted_versions,
         "bytes_read": report.bytes_read,
         "index_entries": report.index_entries,
         "untagged_containers": report.untagged_containers,
@@ -212,9 +229,11 @@ def verify_lines(report: VerifyReport) -> Iterable[str]:
         )
     else:
         yield from _remedies(report.damage)
+    deleted = f" ({report.deleted_versions:,} deleted)" if report.deleted_versions else ""
     read = ", ".join(
         (plural(report.containers, "container"), plural(report.chunks, "chunk"), plural(report.versions, "version"))
     )
+    read += deleted
     if report.containers < report.containers_total:
         share = report.bytes_read / max(1, report.container_bytes)
         drawn = "" if report.seed is None else f", drawn by --seed {report.seed}"

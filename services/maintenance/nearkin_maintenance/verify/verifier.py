@@ -76,9 +76,10 @@ class _Findings:
                 self.too_new.add(name)
         self.affected.setdefault(name, set()).update(versions)
 
-    def damage(self, tenant: str) -> tuple[Damage, ...]:
+    def damage(self, tenant: str, deleted: Collection[VersionName] = ()) -> tuple[Damage, ...]:
         """Return the findings; versions of `tenant` are separate from those of others."""
-        return tuple(
+        own_deleted = {(key, version) for owner, key, version in deleted if owner == tenant}
+        found = (
             Damage(
                 name,
                 problem,
@@ -88,6 +89,7 @@ class _Findings:
             )
             for name, problem in sorted(self.problems.items())
         )
+        return tuple(replace(one, deleted=tuple(sorted(own_deleted.intersection(one.versions)))) for one in found)
 
 
 @frozen
@@ -144,8 +146,8 @@ class Verifier:
         self._container_ids: U64 = np.zeros(0, np.uint64)
         """Ids of all containers, including all that the manifests name."""
         self._entries: Mapping[str, bytes] = {}
-        self._with_tombstones: set[str] = set()
-        """Names of manifests with tombstones: the index lists no collected version."""
+        self._last_marks: dict[str, int] = {}
+        """Sequence of the last tombstone by manifest name: the index lists no collected version."""
 
     def compare_entries(self, listed: Mapping[str, bytes]) -> None:
         """Also compare the listing entries of the index, by manifest name.
@@ -252,12 +254,14 @@ class Verifier:
         `versions`: manifests, of which those of checkpoints are not counted.
         """
         checkpoints = sum(is_reserved_key(key) for _, key, _ in self._versions_read.values())
+        deleted = {version for name, version in self._versions_read.items() if self._last_marks.get(name, 0) % 2}
         return VerifyReport(
             containers=containers,
             chunks=self._integrity.chunks,
             versions=versions - checkpoints,
             bytes_read=self._integrity.bytes_read,
-            damage=tuple(map(self._assess, self._findings.damage(self._tenant))),
+            deleted_versions=sum(not is_reserved_key(key) for _, key, _ in deleted),
+            damage=tuple(map(self._assess, self._findings.damage(self._tenant, deleted))),
             seconds=time.perf_counter() - started,
             untagged_containers=self._integrity.untagged,
             containers_total=len(sizes),
@@ -327,8 +331,8 @@ class Verifier:
         """Read a tombstone; its name identifies the version, even if its content does not."""
         manifest_name = ""
         try:
-            manifest_name, _ = marked_version(name)
-            self._with_tombstones.add(manifest_name)
+            manifest_name, sequence = marked_version(name)
+            self._last_marks[manifest_name] = sequence  # they ascend
             mark = self._stored_manifests.read_mark(name)
             if self._stored_manifests.authenticates_marks and not mark.authenticated:
                 raise not_authentic(name)
@@ -506,7 +510,7 @@ class Verifier:
         unlisted = {
             name: f"{key!r} version {version}"
             for name, (_, key, version) in self._versions_read.items()
-            if whole and name not in known and name not in self._with_tombstones and self._is_unlisted(name)
+            if whole and name not in known and name not in self._last_marks and self._is_unlisted(name)
         }
         try:
             findings = IndexCheck(self._containers, self._tenants).run(index, unlisted)
