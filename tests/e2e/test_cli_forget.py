@@ -79,3 +79,14 @@ def test_forget_prune_names_the_command_that_frees(store: Path, call: InProcess)
     assert_refused(refused, 2, "--prune: forget frees no space; run it without --prune; `nearkin gc` frees the space")
     assert kept(store) == before
     assert b"prune" not in call("forget", "--help").stdout
+
+
+def test_forget_ends_with_the_command_that_frees_space(store: Path, call: InProcess) -> None:
+    """Only where a version went, and neither with --quiet nor --json."""
+    rules = ("--keep-last", "1")
+    assert b"nearkin gc" not in call("--store", store, "forget", "home", *rules, "--dry-run").stdout
+    last = call("--store", store, "forget", "home", *rules).stdout.decode().splitlines()[-1]
+    assert last == "`nearkin gc` frees their space, once `nearkin undelete` can no longer restore them"
+    assert b"nearkin gc" not in call("--store", store, "forget", "home", *rules).stdout
+    assert call("--store", store, "-q", "forget", "home-archive", *rules).stdout == b""
+    assert len(call.answer("--store", store, "forget", "home/kim", *rules)["versions"]) == 3

@@ -140,7 +140,7 @@ def forget_versions(
 
     The policies of the settings apply if no rule is given. Raises NotFound if a pattern is given and no key matches.
     """
-    from nearkin.cli.output import print_json, unreadable
+    from nearkin.cli.output import print_json, print_line, unreadable
     from nearkin.store import Store
     from nearkin_shared.retention import decisions, forget, has_rules
 
@@ -171,6 +171,8 @@ def forget_versions(
         print_json({"dry_run": dry_run, "versions": [_json(decision) for decision in found]})
     elif dry_run or not session.quiet:
         _print(found, dry_run=dry_run)
+        if not dry_run and isinstance(store, Store) and not all(decision.kept for decision in found):
+            print_line("`nearkin gc` frees their space, once `nearkin undelete` can no longer restore them")
     if broken:
         raise Corrupt(unreadable(broken))
 
