@@ -77,7 +77,7 @@ def write_tree_file(
     tree = open_tree(store, found)
     placed = _find_file(tree, found)
     with (
-        closing(store.get(found.key, found.version, stop=tree.content_bytes)) as contents,
+        closing(store.get(found.key, found.version, stop=placed.stop)) as contents,
         OutputFile(output, mode_max=placed.entry.mode) as file,
         bytes_bar("dump", placed.entry.size, shown=_is_bar_shown(session, output)) as progress,
     ):

@@ -29,12 +29,24 @@ def read_content(contents: io.RawIOBase, placed: PlacedEntry) -> Iterator[bytes]
     entry, hasher, left = placed.entry, blake3(), placed.entry.content_bytes
     contents.seek(placed.start)
     while left:
-        piece = contents.read(min(left, READ_BYTES)) or b""
+        piece = _read(contents, min(left, READ_BYTES))
         hasher.update(piece)
         left -= len(piece)
         if not piece or (not left and hasher.digest(length=DIGEST_BYTES) != entry.digest):
             raise Corrupt(f"{entry.path!r}: BLAKE3 of its content differs from its entry; run `nearkin verify`")
         yield piece
+
+
+def _read(contents: io.RawIOBase, size: int) -> bytes:
+    """Read bytes; after damage once more: it may be in what is read over.
+
+    Raises Corrupt.
+    """
+    try:
+        return contents.read(size) or b""
+    except Corrupt:
+        contents.seek(contents.tell())
+        return contents.read(size) or b""
 
 
 def read_file(contents: io.RawIOBase, placed: PlacedEntry) -> Iterator[bytes | memoryview]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
+from typing import TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -53,6 +55,8 @@ HINTED_SHARE = 8
 """A range smaller than 1/8 of the cache usually fits into it with all its bases."""
 VerifiedPieces = Generator[memoryview, None, None] | PrefetchIterator[memoryview]
 """Iterator; a caller that stops early closes it."""
+Rows = TypeVar("Rows", ReadPlan, Locations)
+Result = TypeVar("Result")
 
 
 class VersionReader:
@@ -146,27 +150,31 @@ class VersionReader:
             first = int(np.searchsorted(ends, piece_start, side="right"))
             last = int(np.searchsorted(ends, piece_stop)) + 1
             skipped = int(ends[first - 1]) if first else 0
-            plan = plan.take(slice(first, last))
-            with self._noting_damage(plan.locations):
-                payload = self._verified(reader, plan)
+            if check is not None and position + total > self._stop:
+                raise self._overlong_error()
+            position += skipped
+            plan, verified = plan.take(slice(first, last)), partial(self._verified, reader)
+            for payload in before_damage(plan, verified, self._note, is_divided=self.info.is_tree):
+                if check is not None:
+                    check(payload.data, position + len(payload) >= self._stop)
+                yield payload.data[max(self._start - position, 0) : self._stop - position]
+                position += len(payload)
             if hints is not None:
                 hints.batch_read()
-            if check is not None:
-                if position + total > self._stop:
-                    raise self._overlong_error()
-                check(payload.data, position + total >= self._stop)
-            yield payload.data[piece_start - skipped : piece_stop - skipped]
 
     @contextmanager
-    def _noting_damage(self, chunks: Locations | None = None) -> Iterator[None]:
-        """Report damage of chunks that are read."""
+    def _noting_damage(self) -> Iterator[None]:
+        """Report damage that is found while chunks are looked up."""
         try:
             yield
         except ContainerRewritten:
             raise
         except Corrupt as err:
-            self._source.on_damage(err, Locations.empty() if chunks is None else chunks, self._source)
+            self._source.on_damage(err, Locations.empty(), self._source)
             raise
+
+    def _note(self, err: Corrupt, plan: ReadPlan) -> None:
+        self._source.on_damage(err, plan.locations, self._source)
 
     def _whole_check(self) -> Callable[[memoryview, bool], None]:
         """Return a function that compares the pieces of the whole version with its digest.
@@ -286,6 +294,36 @@ class VersionReader:
         return f"{self.info.key!r} version {self.info.version}"
 
 
+def before_damage(
+    rows: Rows,
+    read: Callable[[Rows], Result],
+    on_damage: Callable[[Corrupt, Rows], None] | None = None,
+    *,
+    is_divided: bool,
+) -> Iterator[Result]:
+    """Yield what `read` returns for all rows at once.
+
+    If some are damaged and `is_divided`, in halves up to the first of these: of a tree, a reader may need only files
+    that precede it. `on_damage` is called with the first error. Raises Corrupt, in place of the damaged row.
+    """
+    parts = [rows]
+    while parts:
+        part = parts.pop()
+        try:
+            result = read(part)
+        except ContainerRewritten:
+            raise
+        except Corrupt as err:
+            if part is rows and on_damage is not None:
+                on_damage(err, rows)
+            if len(part) <= 1 or not is_divided:
+                raise
+            half = len(part) // 2
+            parts += (part.take(slice(half, None)), part.take(slice(0, half)))
+        else:
+            yield result
+
+
 def planned_batches(
     manifest: Manifest, source: ContainerSource, first_segment: int = 0, last_segment: int | None = None
 ) -> Iterator[ReadPlan]:
@@ -297,14 +335,20 @@ def planned_batches(
     """
     reader, selection = ChunkReader(source), slice(first_segment, last_segment)
     lengths, position = None if manifest.lengths is None else manifest.lengths[selection], 0
-    for segments in _groups(manifest.segments.take(selection), source):
+
+    def planned(segments: Locations) -> tuple[ReadPlan, NDArray[np.int64]]:
         chunks, counts = segment_chunks(segments, source)
-        plan = reader.plan(chunks)
+        return reader.plan(chunks), counts
+
+    is_tree = manifest.info.is_tree
+    groups = _groups(manifest.segments.take(selection), source, is_divided=is_tree)
+    plans = (before_damage(segments, planned, is_divided=is_tree) for segments in groups)
+    for plan, counts in chain.from_iterable(plans):
         if lengths is not None:
-            _check_lengths(manifest, plan, counts, lengths[position : position + len(segments)])
-            position += len(segments)
+            _check_lengths(manifest, plan, counts, lengths[position : position + len(counts)])
+            position += len(counts)
         portion = np.cumsum(plan.lengths, dtype=np.int64) // BATCH_BYTES
-        bounds = [0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), len(chunks)]
+        bounds = [0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), len(plan)]
         for first, last in pairwise(bounds):
             if last > first:  # all are zero if a version is empty
                 yield plan.take(slice(first, last))
@@ -322,14 +366,19 @@ def _check_lengths(manifest: Manifest, plan: ReadPlan, counts: NDArray[np.int64]
         )
 
 
-def _groups(segments: Locations, source: ContainerSource) -> Iterator[Locations]:
+def _groups(segments: Locations, source: ContainerSource, *, is_divided: bool) -> Iterator[Locations]:
     """Yield GROUP_SEGMENTS at a time, or fewer if they have many chunks. Raises Corrupt."""
-    for start in range(0, len(segments), GROUP_SEGMENTS):
-        group = segments.take(slice(start, start + GROUP_SEGMENTS))
+
+    def divided(group: Locations) -> list[Locations]:
         _, counts = _recipes(group, source)
         portion = np.cumsum(counts) // GROUP_CHUNKS_MAX
-        for first, last in pairwise([0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), len(group)]):
-            yield group.take(slice(first, last))
+        bounds = [0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), len(group)]
+        return [group.take(slice(first, last)) for first, last in pairwise(bounds)]
+
+    for start in range(0, len(segments), GROUP_SEGMENTS):
+        group = segments.take(slice(start, start + GROUP_SEGMENTS))
+        for parts in before_damage(group, divided, is_divided=is_divided):
+            yield from parts
 
 
 def _recipes(segments: Locations, source: ContainerSource) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
