@@ -157,6 +157,20 @@ def test_full_disk_has_its_own_exit_code(tmp_path: Path) -> None:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
+@pytest.mark.parametrize("words", [("get", "blob"), ("export", "tree"), ("dump", "tree:/file")])
+def test_full_output_device_has_the_same_code(tmp_path: Path, words: tuple[str, str]) -> None:
+    """A version that does not fit on the device of its output exits with 6, as `restore` does."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").write_bytes(bytes(3_000_000))
+    root = new_store(tmp_path / "store")
+    assert run("--store", root, "put", "blob", folder / "file").returncode == 0
+    assert run("--store", root, "backup", "tree", folder).returncode == 0
+    done = run("--store", root, *words, "-o", "/dev/full")
+    assert done.returncode == ExitCode.NO_ROOM, done.stderr
+    assert b"free space on that filesystem" in done.stderr
+
+
 def test_keys_of_a_missing_store_name_init(tmp_path: Path) -> None:
     """Exit with 10 and name `nearkin init` if no store exists, also for object_store.url."""
     env = encrypted(tmp_path)

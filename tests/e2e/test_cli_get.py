@@ -116,5 +116,5 @@ def test_damaged_store_fails_get_and_verify(store_copy: Path, tmp_path: Path, ca
 def test_get_on_full_disk_names_the_file(store: Path) -> None:
     done = run("--store", store, "get", "db/dump", "-o", "/dev/full")
     assert_refused(
-        done, 1, "No space left on device: '/dev/full'; free space on that filesystem, or write to another one"
+        done, 6, "No space left on device: '/dev/full'; free space on that filesystem, or write to another one"
     )

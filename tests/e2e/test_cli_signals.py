@@ -135,7 +135,7 @@ def test_full_disk_is_one_line(store: Path) -> None:
             env=environment(),
             check=False,
         )
-    assert done.returncode == 1
+    assert done.returncode == 6
     remedy = b"; free space on that filesystem, or write to another one"
     assert done.stderr == b"nearkin: [Errno 28] No space left on device: 'standard output'" + remedy + b"\n"
 

@@ -7,7 +7,6 @@ Invariant: every run ends with a code of `exit_codes.py`, and a failure prints i
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import signal
@@ -20,7 +19,7 @@ from typing import NoReturn
 
 import click
 
-from nearkin.cli.exit_codes import ExitCode, exit_code_of
+from nearkin.cli.exit_codes import ExitCode, exit_code_of, is_device_full
 from nearkin_shared.errors import Corrupt, NearkinError
 
 _OUTPUT_OPTION = "nearkin_output"
@@ -144,7 +143,7 @@ def _with_remedy(err: NearkinError | OSError) -> str:
     message = str(err)
     if isinstance(err, Corrupt) and "`nearkin" not in message:
         message += "; `nearkin verify` lists the damage and the versions that it affects"
-    elif isinstance(err, OSError) and err.errno == errno.ENOSPC:
+    elif isinstance(err, OSError) and is_device_full(err):
         message += "; free space on that filesystem, or write to another one"
     return _with_notes(message, err)
 

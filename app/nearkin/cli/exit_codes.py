@@ -5,6 +5,7 @@ Where restic has a code for a case, the code is the same. Invariant: a code keep
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
 
 from nearkin_shared.errors import (
@@ -35,7 +36,7 @@ class ExitCode(IntEnum):
     DAMAGED = 5
     """Stored data are damaged; `get --salvage` wrote what is left of them."""
     NO_ROOM = 6
-    """The store's device is full."""
+    """A device is full, or a quota of it is used up: that of the store, or of what a command writes."""
     PRECONDITION_FAILED = 7
     """The key's newest version is not the one that a conditional put names; nothing was stored."""
     TOO_NEW = 8
@@ -53,6 +54,11 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
+def is_device_full(err: OSError) -> bool:
+    """Return whether a device, or a quota of it, has no room left."""
+    return err.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (WrongKey, ExitCode.WRONG_KEY),
     (BadInput, ExitCode.USAGE),
@@ -68,4 +74,6 @@ _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
 
 def exit_code_of(err: Exception) -> ExitCode:
     """Return the exit code for an error."""
+    if isinstance(err, OSError) and is_device_full(err):
+        return ExitCode.NO_ROOM
     return next((code for kind, code in _CODES if isinstance(err, kind)), ExitCode.FAILED)

@@ -15,6 +15,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from nearkin.cli.exit_codes import is_device_full
 from nearkin_shared.errors import BadInput
 
 COPY_BYTES = 1 << 20
@@ -79,6 +80,8 @@ class OutputFile:
             if mode is not None:
                 self._beside.chmod(self._existing_mode(mode))
         except (OSError, ValueError) as err:
+            if isinstance(err, OSError) and is_device_full(err):  # no room for one more name
+                raise
             reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
             raise BadInput(f'output "{self._target}": {reason.lower()}') from err
         return self._file
