@@ -259,3 +259,22 @@ def test_missing_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "mfusepy", None)
     with pytest.raises(ConfigError, match=r"mfusepy is not installed; pip install 'nearkin\[mount\]'"):
         fuse_mount.load_fuse()
+
+
+@needs_fuse
+def test_backup_leaves_out_the_mount_of_a_store(source: Path, tmp_path: Path, call: InProcess) -> None:
+    """A mount inside the source would store every version again; one that is given is stored."""
+    store = tmp_path / "store"
+    with open_store(store, create=True) as opened:
+        opened.put("k", b"content")
+    with mounted(store, source / "mnt") as folder:
+        done = call("--store", store, "backup", "home", source)
+        assert done.returncode == 0
+        expected = f"skipped: {folder}: is a store that `nearkin mount` mounted; its content is left out"
+        assert expected in done.stderr.decode()
+        answer = call.answer("--store", store, "backup", "home", source)
+        assert [one["path"] for one in answer["skips"]] == [str(folder)]
+        with open_store(store, read_only=True) as opened:
+            paths = [placed.entry.path for placed in opened.tree("home").entries()]
+        assert [path for path in paths if path.startswith(b"mnt")] == [b"mnt"]
+        assert call.answer("--store", store, "backup", "mounted", folder / "k")["files"] > 0

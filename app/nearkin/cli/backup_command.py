@@ -112,8 +112,8 @@ def backup(
 
     An entry that cannot be read, or changes while it is read, and a PATH that does not exist are reported on stderr;
     all others are stored, and the exit code is 3. A PATH that does not exist does not count for the root, unless the
-    newest version of KEY has that root. Sockets, /proc, /sys and the store itself are left out. An interrupted backup
-    continues at the next one of the same KEY.
+    newest version of KEY has that root. Sockets, /proc, /sys, the store itself and mounts of stores are left out. An
+    interrupted backup continues at the next one of the same KEY.
     """
     from nearkin.cli.arguments import check_key, parse_size
     from nearkin.trees.backup_walk import BackupOptions, ComparisonOptions

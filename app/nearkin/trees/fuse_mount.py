@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from nearkin.trees.fuse_callbacks import fuse_callbacks, fuse_operations
 from nearkin.trees.mounted_store import MountedStore
 from nearkin_shared.errors import BadInput, ConfigError
+from nearkin_shared.utils.mounts import MOUNT_SOURCE
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -97,7 +98,7 @@ def mount_store(store: MountedStore, folder: Path, on_mount: Callable[[], None],
                 str(folder),
                 foreground=True,
                 nothreads=True,
-                fsname="nearkin",
+                fsname=MOUNT_SOURCE,
                 ro=True,
                 use_ino=True,
                 kernel_cache=True,

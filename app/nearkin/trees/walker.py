@@ -22,7 +22,7 @@ from nearkin.trees.exclusions import Exclusions
 from nearkin.trees.source_patterns import SourcePrefix, source_prefixes
 from nearkin_shared.errors import BadInput
 from nearkin_shared.formats.tree_entry_group import NAME_BYTES_MAX, PATH_BYTES_MAX
-from nearkin_shared.utils.mounts import pseudo_devices
+from nearkin_shared.utils.mounts import pseudo_devices, store_mount_devices
 
 ReportProblem = Callable[[bytes, str], None]
 """Called with a path of the file system and why it cannot be read."""
@@ -252,6 +252,7 @@ class TreeWalker:
         self._one_file_system = one_file_system
         self._left_out = frozenset(left_out)
         self._pseudo = pseudo_devices()
+        self._store_mounts = store_mount_devices()
         self._unmet = set(paths.given)
         self.partial = PartialFolders()
 
@@ -428,6 +429,8 @@ class TreeWalker:
             reason = "is the store itself"
         elif status.st_dev in self._pseudo:
             reason = "is a file system of the kernel"
+        elif status.st_dev in self._store_mounts and status.st_dev != device and not self._is_selected(path):
+            reason = "is a store that `nearkin mount` mounted"
         elif self._one_file_system and status.st_dev != device and not self._is_selected(path):
             reason = "is on another file system"
         else:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 MOUNTS = Path("/proc/self/mountinfo")
 MOUNTS_MAX = 1 << 16
+MOUNT_SOURCE = "nearkin"
+"""Source of a mount of a store, as `nearkin mount` names it."""
 NETWORK_TYPES = frozenset(
     {
         "9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
@@ -53,12 +56,23 @@ def network_type(path: Path) -> str | None:
 
 def pseudo_devices() -> frozenset[int]:
     """Return the device numbers of mounted file systems of PSEUDO_TYPES."""
+    return _devices_of(lambda kind, _: kind in PSEUDO_TYPES)
+
+
+def store_mount_devices() -> frozenset[int]:
+    """Return the device numbers of mounts of `nearkin mount`."""
+    return _devices_of(lambda kind, source: kind.partition(".")[0] == "fuse" and source == MOUNT_SOURCE)
+
+
+def _devices_of(is_wanted: Callable[[str, str], bool]) -> frozenset[int]:
+    """Return the device numbers of mounted file systems of which type and source are wanted."""
     found = set[int]()
     try:
         with MOUNTS.open(errors="replace") as lines:
             for line in islice(lines, MOUNTS_MAX):
                 fields, _, after = line.partition(" - ")
-                if after.split(" ")[0] in PSEUDO_TYPES:
+                kind, _, rest = after.partition(" ")
+                if is_wanted(kind, rest.partition(" ")[0]):
                     major, _, minor = fields.split(" ")[2].partition(":")
                     found.add(os.makedev(int(major), int(minor)))
     except (OSError, ValueError, IndexError):
