@@ -39,6 +39,11 @@ class ReadPlan:
         return len(self.rows)
 
     @property
+    def size_bytes(self) -> int:
+        """Return the bytes of all chunks."""
+        return int(self.rows["lengths"].sum(dtype=np.int64))
+
+    @property
     def lengths(self) -> U32:
         """Return uint32[n] bytes of the chunks."""
         return self.rows["lengths"].copy()

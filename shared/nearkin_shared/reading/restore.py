@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -250,11 +250,14 @@ class VersionReader:
         """
         first, last, position = self._segments
         for plan in planned_batches(self._manifest, self._source, first, last):
-            start, position = position, position + int(plan.lengths.sum(dtype=np.int64))
+            start, position = position, position + plan.size_bytes
             if start >= self._stop:
                 return
-            if position > self._start:
-                yield start, plan
+            if position <= self._start:
+                continue
+            if isinstance(plan, LostChunks):
+                raise plan.failure
+            yield start, plan
         if position < self._stop:
             raise Corrupt(
                 f"{self._label()}: its segments end at byte {position} of {self.info.size_bytes}; run `nearkin verify`"
@@ -324,34 +327,81 @@ def before_damage(
             yield result
 
 
+class LostChunks(NamedTuple):
+    """Consecutive chunks of a segment that cannot be planned."""
+
+    size_bytes: int
+    failure: Corrupt
+
+
 def planned_batches(
     manifest: Manifest, source: ContainerSource, first_segment: int = 0, last_segment: int | None = None
-) -> Iterator[ReadPlan]:
+) -> Iterator[ReadPlan | LostChunks]:
     """Yield plans of the chunks of a version's segments, about BATCH_BYTES at a time.
 
-    Of the segments from `first_segment` to before `last_segment`; all by default.
+    Of the segments from `first_segment` to before `last_segment`; all by default. Chunks of a tree whose containers
+    cannot be read are LostChunks, between the other ones of their segment.
 
     Raises: Corrupt, if a segment's length differs from the manifest.
     """
     reader, selection = ChunkReader(source), slice(first_segment, last_segment)
     lengths, position = None if manifest.lengths is None else manifest.lengths[selection], 0
-
-    def planned(segments: Locations) -> tuple[ReadPlan, NDArray[np.int64]]:
-        chunks, counts = segment_chunks(segments, source)
-        return reader.plan(chunks), counts
-
     is_tree = manifest.info.is_tree
+
+    def planned(segments: Locations) -> tuple[list[ReadPlan | LostChunks], int]:
+        chunks, counts = segment_chunks(segments, source)
+        known = None if lengths is None else lengths[position : position + len(segments)]
+        try:
+            plan = reader.plan(chunks)
+        except ContainerRewritten:
+            raise
+        except Corrupt as err:
+            if len(segments) > 1 or known is None or not is_tree:
+                raise
+            return _plans_around_lost(chunks, int(known[0]), reader, err), 1
+        if known is not None:
+            _check_lengths(manifest, plan, counts, known)
+        return [plan], len(segments)
+
     groups = _groups(manifest.segments.take(selection), source, is_divided=is_tree)
-    plans = (before_damage(segments, planned, is_divided=is_tree) for segments in groups)
-    for plan, counts in chain.from_iterable(plans):
-        if lengths is not None:
-            _check_lengths(manifest, plan, counts, lengths[position : position + len(counts)])
-            position += len(counts)
-        portion = np.cumsum(plan.lengths, dtype=np.int64) // BATCH_BYTES
-        bounds = [0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), len(plan)]
-        for first, last in pairwise(bounds):
-            if last > first:  # all are zero if a version is empty
-                yield plan.take(slice(first, last))
+    found = (before_damage(segments, planned, is_divided=is_tree) for segments in groups)
+    for plans, count in chain.from_iterable(found):
+        position += count
+        for plan in plans:
+            if isinstance(plan, LostChunks):
+                yield plan
+                continue
+            portion = np.cumsum(plan.lengths, dtype=np.int64) // BATCH_BYTES
+            bounds = [0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), len(plan)]
+            for first, last in pairwise(bounds):
+                if last > first:  # all are zero if a version is empty
+                    yield plan.take(slice(first, last))
+
+
+def _plans_around_lost(
+    chunks: Locations, length_bytes: int, reader: ChunkReader, failure: Corrupt
+) -> list[ReadPlan | LostChunks]:
+    """Return plans of a segment's chunks before the first lost one and after the last.
+
+    The positions of chunks between lost ones, whose lengths are unknown, are unknown too. Raises Corrupt.
+    """
+    is_lost = np.zeros(len(chunks), np.bool_)
+    for _, rows in group_by_container(chunks.containers):
+        try:
+            reader.plan(chunks.take(rows))
+        except ContainerRewritten:
+            raise
+        except Corrupt:
+            is_lost[rows] = True
+    lost = np.flatnonzero(is_lost)
+    if not len(lost):
+        raise failure
+    before = reader.plan(chunks.take(slice(0, int(lost[0]))))
+    after = reader.plan(chunks.take(slice(int(lost[-1]) + 1, None)))
+    lost_bytes = length_bytes - before.size_bytes - after.size_bytes
+    if lost_bytes <= 0:
+        raise failure
+    return [before, LostChunks(lost_bytes, failure), after]
 
 
 def _check_lengths(manifest: Manifest, plan: ReadPlan, counts: NDArray[np.int64], lengths: U32) -> None:

@@ -23,42 +23,37 @@ from nearkin.trees.zip_writer import write_zip
 from nearkin_shared.errors import Corrupt
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.reading.restore import VersionReader
-from tests.support.data.stores import containers
+from tests.support.data.stores import containers, flip
 from tests.support.servers.gateways import embedded, running
 
-FILE_BYTES = 200_000
+SMALL_BYTES, LARGE_BYTES = 60_000, 300_000
+"""Of a file that shares a segment with its neighbours, and of one that has its own."""
 SOUND = ["a", "c", "d/link", "d/y"]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for a tree whose files are in one container each."""
-    folder = tmp_path_factory.mktemp("damaged") / "source"
+@pytest.fixture(scope="module", params=[SMALL_BYTES, LARGE_BYTES])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with files of random bytes."""
+    folder, draw = tmp_path_factory.mktemp("damaged") / "source", random.Random(7)
     (folder / "d").mkdir(parents=True)
+    for name in ("a", "b", "c", "d/y"):
+        (folder / name).write_bytes(draw.randbytes(request.param))
+    os.link(folder / "a", folder / "d" / "link")
     return folder
 
 
-@pytest.fixture(scope="module", params=["changed byte"])
+@pytest.fixture(scope="module", params=["changed byte", "missing container"])
 def damaged(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store that lost the content of file b."""
-    store, draw = tmp_path_factory.mktemp("stores") / "store", random.Random(7)
-    contents = {name: draw.randbytes(FILE_BYTES) for name in ("a", "b", "c", "d/y")}
-    for name in (*contents, "d/link"):
-        (source / name).unlink(missing_ok=True)
+    """Return a store that lost the content of file b, which is in a container of its own."""
+    store, content = tmp_path_factory.mktemp("stores") / "store", (source / "b").read_bytes()
     with open_store(store, create=True) as opened:
-        for name, content in contents.items():
-            (source / name).write_bytes(content)
-            if name == "a":
-                os.link(source / "a", source / "d" / "link")
-            opened.backup("home", [source])
-    (lost,) = [path for path in containers(store) if contents["b"][:64] in path.read_bytes()]
+        opened.put("first", content)
+        opened.backup("home", [source])
+    (lost,) = [path for path in containers(store) if content[:64] in path.read_bytes()]
     if request.param == "missing container":
         lost.unlink()
         return store
-    data = bytearray(lost.read_bytes())
-    data[data.find(contents["b"][:64]) + 1000] ^= 1
-    lost.chmod(0o600)
-    lost.write_bytes(data)
+    flip(lost, lost.read_bytes().find(content[:64]) + 1000)
     return store
 
 
@@ -88,7 +83,7 @@ def test_restore_without_the_damaged_file_is_complete(damaged: Path, source: Pat
 def test_restore_through_a_gateway_loses_one_file(damaged: Path, source: Path, tmp_path: Path) -> None:
     with running(embedded(damaged)) as gateway, nearkin.connect(gateway.url) as store:
         counts = store.restore("home", tmp_path / "target")
-        assert store.get("home", stop=FILE_BYTES).read() == (source / "a").read_bytes()
+        assert store.get("home", stop=(source / "a").stat().st_size).read() == (source / "a").read_bytes()
     assert [problem.path for problem in counts.problems] == [b"b"]
     assert counts.damaged == 1
     assert restored(tmp_path / "target", source) == SOUND
@@ -102,8 +97,8 @@ def test_file_in_front_of_damage_is_read(damaged: Path, source: Path) -> None:
             for name in ("a", "c", "d/y"):
                 placed = tree.find(name.encode())
                 assert b"".join(read_file(contents, placed)) == (source / name).read_bytes()
-                handle = paths.open(b"/home/4/" + name.encode())
-                assert paths.read(handle, 0, FILE_BYTES) == (source / name).read_bytes()
+                handle = paths.open(b"/home/1/" + name.encode())
+                assert paths.read(handle, 0, LARGE_BYTES) == (source / name).read_bytes()
             with pytest.raises(Corrupt):
                 b"".join(read_file(contents, tree.find(b"b")))
         paths.close_all()
