@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -44,6 +43,7 @@ from nearkin.trees.target_deletion import (
     is_protected,
     partial_folders,
 )
+from nearkin.trees.unfinished_files import create_locked, remove_unfinished, temporary_name
 from nearkin_shared.errors import BadInput, Corrupt, NoRoom, NotFound
 from nearkin_shared.formats.tree_entry_group import DIGEST_BYTES, EntryFlag, EntryKind, TreeEntry
 from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
@@ -51,10 +51,7 @@ from nearkin_shared.reading.tree_reader import PlacedEntry, TreeReader
 KNOWN_FOLDERS_MAX = 10_000
 """Paths in memory that lead to accepted entries, about 1 MB."""
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _KEPT_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_TEMPORARY = b".nearkin-restore-"
-"""Start of the name of an entry until it is complete; a random part follows, so that no entry has the name."""
 _DEVICE_TYPES = {EntryKind.CHARACTER_DEVICE: stat.S_IFCHR, EntryKind.BLOCK_DEVICE: stat.S_IFBLK}
 
 
@@ -77,7 +74,7 @@ class TreeRestore:
         self._target = target
         self._options = options
         self.counts = counts
-        self._temporary = _TEMPORARY + secrets.token_hex(8).encode()
+        self._temporary = temporary_name()
         self._base = b""
         self._new_stores: set[bytes] = set()
         """Folders, below the target, that this run makes a store by writing its descriptor."""
@@ -229,6 +226,7 @@ class TreeRestore:
             return self._folder[1]
         self._close_folder()
         self._folder = (folder, self._open_folder(self._relative(folder), create=True))
+        remove_unfinished(self._folder[1])
         return self._folder[1]
 
     def _open_folder(self, path: bytes, *, create: bool = False) -> int:
@@ -440,7 +438,7 @@ class TreeRestore:
         A run that is killed leaves no incomplete file that `never` would keep later.
         """
         entry, name = placed.entry, self._temporary
-        descriptor = os.open(name, _NEW_FLAGS, 0o600, dir_fd=folder)
+        descriptor = create_locked(name, folder)
         try:
             self._write_content(placed, descriptor)
             self._attributes.set_open(entry, descriptor, is_new=True)
