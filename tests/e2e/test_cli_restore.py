@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -279,6 +280,26 @@ def test_dry_run_of_targets_ends_as_the_restore(store: Path, tmp_path: Path, cas
     assert (planned.returncode, planned.stderr) == (done.returncode, done.stderr) == (2, done.stderr)
     remedy = {"missing": b"Permission denied; name a new or existing folder", "unreadable": b"is not readable"}
     assert remedy[case] in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+@pytest.mark.parametrize("location", ["home", "home:/a.txt"])
+def test_restore_into_an_own_target_without_w(store: Path, tmp_path: Path, location: str) -> None:
+    """It is written at once, as own folders in it are, and keeps its mode unless the tree has one for it."""
+    target = tmp_path / "target"
+    target.mkdir(mode=0o555)
+    rights = "-dac_override,-dac_read_search,-fowner,-chown"
+    words = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}", sys.executable, "-m", "nearkin.cli"]
+    words += ["--json", "--store", str(store), "restore", location, "-o", str(target)]
+    planned, done = (
+        json.loads(subprocess.run([*words, *more], env=environment(), capture_output=True, check=False).stdout)
+        for more in (("-n",), ())
+    )
+    assert (planned["failed"], planned["problems"], done["failed"], done["problems"]) == (0, [], 0, [])
+    assert planned["files"] == done["files"] > 0
+    with open_store(store, read_only=True) as opened:
+        root = opened.tree("home").find(b"").entry
+    assert stat.S_IMODE(target.stat().st_mode) == (root.mode if location == "home" else 0o555)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")

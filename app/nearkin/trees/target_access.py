@@ -4,7 +4,7 @@
 
 The restore lets its user enter a folder of his own that the tree has; such a folder is no reason.
 
-Invariant: nothing is changed.
+The target itself is such a folder too: `open_for_owner` changes its mode, and nothing else here changes anything.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,9 @@ class TargetAccess:
         """Folders to which the restore gives its user all permissions."""
         self._last: _Answer | None = None
         self._may_change_modes = _has_capability(CAP_FOWNER)
+        with suppress(OSError):
+            if is_opened_for_owner(root):
+                self._enterable.add(b"")
 
     def opening(self, path: bytes) -> FolderRefusal | None:
         """Return why the entries of a folder, which may be missing, cannot be examined."""
@@ -90,6 +94,30 @@ class TargetAccess:
         if last not in self._enterable and not _has_access(place, os.W_OK | os.X_OK) and os.path.lexists(place):
             writing = _refusal("written", write_error(place), last)
         return _Answer(path, None if last == path else writing, writing)
+
+
+def is_opened_for_owner(target: bytes | Path) -> bool:
+    """Return whether a restore must change the mode of its target.
+
+    Raises OSError.
+    """
+    return (
+        os.stat(target).st_uid == os.geteuid()
+        and not _has_access(target, os.R_OK | os.W_OK | os.X_OK)
+        and write_error(target) != errno.EROFS
+    )
+
+
+def open_for_owner(target: Path) -> int | None:
+    """Give the owner of a target all permissions; return its mode before, if it changes.
+
+    Raises OSError.
+    """
+    if not is_opened_for_owner(target):
+        return None
+    mode = stat.S_IMODE(target.stat().st_mode)
+    target.chmod(mode | stat.S_IRWXU)
+    return mode
 
 
 def check_creatable(target: Path) -> None:

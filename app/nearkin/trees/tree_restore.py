@@ -35,6 +35,7 @@ from nearkin.trees.restore_counts import (
     reason_of,
 )
 from nearkin.trees.store_folders import is_descriptor, is_store
+from nearkin.trees.target_access import open_for_owner
 from nearkin.trees.target_deletion import (
     IS_STORE,
     Identity,
@@ -80,6 +81,8 @@ class TreeRestore:
         """Folders, below the target, that this run makes a store by writing its descriptor."""
         self._folder: tuple[bytes, int] | None = None
         self._root = -1
+        self._mode: int | None = None
+        """Of the target, which gets it again; None: it was not changed, or has that of the tree."""
         self._protected = frozenset(protected)
         self._attributes = AttributeWriter(counts)
         self._link_targets: frozenset[bytes] = frozenset()
@@ -132,6 +135,8 @@ class TreeRestore:
         finally:
             self._contents.close()
             self._drop_folder()
+            if self._mode is not None:
+                os.fchmod(self._root, self._mode)
             os.close(self._root)
         return self.counts
 
@@ -212,6 +217,7 @@ class TreeRestore:
     def _open_target(self) -> None:
         try:
             self._target.mkdir(parents=True, exist_ok=True)
+            self._mode = open_for_owner(self._target)
             self._root = os.open(self._target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as err:
             raise BadInput(f'target "{self._target}": {err.strerror}; name a new or existing folder') from err
@@ -320,6 +326,7 @@ class TreeRestore:
             self._fail(entry, err)
             return
         try:
+            self._mode = self._mode if path else None
             if self._deletes:
                 self._delete_if_empty(entry, descriptor)
             self._attributes.set_open(entry, descriptor)
