@@ -538,3 +538,13 @@ def test_patterns_match_names_with_newlines(home: Path, store: Path, call: InPro
     assert call("--store", store, "backup", "home", home, "-e", "*.o").returncode == 0
     found = paths_of(store)
     assert (b"x\ny/z.o" in found, b"z.o\n" in found) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"), [("paths=x", "--meta paths=...: is set by the backup"), ("host= ", "must not be empty")]
+)
+def test_metadata_that_blanks_a_listing_is_refused(
+    home: Path, store: Path, call: InProcess, pair: str, message: str
+) -> None:
+    assert_refused(call("--store", store, "backup", "home", home, "--meta", pair), 2, message)
+    assert call.answer("--store", store, "ls") == []

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nearkin_shared.reading.tree_reader import TreeReader
 
 PATH_LIST_BYTES_MAX = 256 << 20
-RESERVED_METADATA = ("content-type", "tags")
+RESERVED_METADATA = ("content-type", "paths", "tags")
 """Names that a backup sets itself."""
 
 
@@ -230,6 +230,8 @@ def parse_tree_metadata(pairs: Sequence[str]) -> dict[str, str]:
         if name in metadata:
             remedy = "give --tag" if name == "tags" else "a tree has its own"
             raise BadInput(f"--meta {name}=...: is set by the backup; {remedy}")
+    if not metadata.get("host", "-").strip():
+        raise BadInput("--meta host=: must not be empty; name a host, or leave it out for the name of this machine")
     return metadata
 
 
