@@ -27,6 +27,11 @@ def temporary_name() -> bytes:
     return _PREFIX + secrets.token_hex(8).encode()
 
 
+def is_unfinished(name: bytes, status: os.stat_result) -> bool:
+    """Return whether a name and status are those of a file that a restore has not finished."""
+    return name.startswith(_PREFIX) and stat.S_ISREG(status.st_mode) and _UNFINISHED.fullmatch(name) is not None
+
+
 def create_locked(name: bytes, folder: int) -> int:
     """Create a file in an open folder and lock it; return its descriptor. Raises OSError."""
     for _ in range(CREATIONS_MAX):

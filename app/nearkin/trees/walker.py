@@ -20,6 +20,7 @@ import msgspec
 
 from nearkin.trees.exclusions import Exclusions
 from nearkin.trees.source_patterns import SourcePrefix, source_prefixes
+from nearkin.trees.unfinished_files import is_unfinished
 from nearkin_shared.errors import BadInput
 from nearkin_shared.formats.tree_entry_group import NAME_BYTES_MAX, PATH_BYTES_MAX
 from nearkin_shared.utils.mounts import pseudo_devices, store_mount_devices
@@ -386,6 +387,8 @@ class TreeWalker:
             if len(path) >= PATH_BYTES_MAX:
                 problem(self._file_path(path), f"its path has {len(path):,} bytes, at most {PATH_BYTES_MAX - 1:,} fit")
                 continue
+            if is_unfinished(name, status) and not self._is_selected(path):
+                continue  # not `partial`: restore --delete may remove it
             if excludes(path, status) and not self._is_kept(path, status):
                 self.partial.add(folder)
                 if stat.S_ISDIR(status.st_mode):

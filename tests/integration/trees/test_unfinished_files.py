@@ -49,3 +49,19 @@ def test_removal_keeps_links_and_other_kinds(tmp_path: Path) -> None:
     assert remove_unfinished(folder) == 0
     os.close(folder)
     assert sorted(os.listdir(tmp_path)) == sorted(["file", *names])
+
+
+def test_backup_leaves_out_unfinished_files(tmp_path: Path) -> None:
+    """Leave out what a killed restore left, unless it is given; other names that begin so are stored."""
+    source = tmp_path / "source"
+    source.mkdir()
+    name = os.fsdecode(temporary_name())
+    for path in (source / name, source / ".nearkin-restore-notes"):
+        path.write_bytes(b"content")
+    with open_store(tmp_path / "s", settings=settings(SMALL), create=True) as store:
+        store.backup("k", [source])
+        store.restore("k", tmp_path / "target")
+        assert os.listdir(tmp_path / "target") == [".nearkin-restore-notes"]
+        store.backup("given", [source / name])
+        store.restore("given", tmp_path / "other")
+        assert os.listdir(tmp_path / "other") == [name]
