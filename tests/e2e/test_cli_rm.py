@@ -26,7 +26,7 @@ def test_rm_and_undelete_report_their_effect(call: InProcess, tmp_path: Path) ->
         ("db/dump", 1, "wrong host"),
         ("db/dump", 2, "wrong host"),
     ]
-    assert set(deleted[0]) == {"key", "version", "deleted", "until", "who", "reason"}
+    assert set(deleted[0]) == {"key", "version", "created", "deleted", "until", "who", "reason"}
     lines = call("ls", "--deleted").stdout.decode().splitlines()
     assert re.fullmatch(r"\S+Z  until \S+Z  v1     \S+@\S+  db/dump  # wrong host", lines[0])
     assert "and 2 versions deleted, 6 B" in call("stats").stdout.decode()

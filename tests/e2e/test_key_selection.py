@@ -100,7 +100,7 @@ def test_verify_key_reads_only_its_containers(two_keys: tuple[Path, list[Path], 
     assert broken.returncode != 0
     (damage,) = json.loads(broken.stdout)["damage"]
     assert damage["object_name"] == str(of_b[0].relative_to(root))
-    assert damage["versions"] == [{"key": "b", "version": 1}]
+    assert damage["versions"] == [{"key": "b", "version": 1, "deleted": False}]
 
 
 def test_verify_version_skips_other_versions(two_keys: tuple[Path, list[Path], list[Path]], call: InProcess) -> None:
