@@ -15,11 +15,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from nearkin.workers import index_shard
-from nearkin_shared.config.loader import load
-from nearkin_shared.config.settings import HOT_FIELDS, Settings
+from nearkin_shared.config.settings import HOT_FIELDS
 from nearkin_shared.kafka.lag import WAITS
 from tests.support.checks import helm_chart
+from tests.support.checks.rendered_chart import Render, changed, of_kind, settings_of
 from tests.support.servers import cluster
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +27,6 @@ GOLDEN = Path(__file__).with_name("golden.yaml")
 KUBERNETES = ("1.33", "1.35", "1.37")
 NOT_KUBERNETES_OWN = {"monitoring.coreos.com/v1", "keda.sh/v1alpha1", "gateway.networking.k8s.io/v1"}
 WORKERS = ("chunker", "dedup", "resemblance", "delta", "maintenance")
-Render = Callable[..., list[dict[str, Any]]]
 
 SCALED = {
     name: {"autoscaling": {"enabled": True}}
@@ -112,10 +110,6 @@ MATRIX |= {"split": split({}), "keda-split": split(MATRIX["keda"])}
 def is_split(values: dict[str, Any]) -> bool:
     """Return whether a chart with these values runs a Deployment for each stage."""
     return bool(values.get("config", {}).get("pipeline", {}).get("stages") == "split")
-
-
-def of_kind(objects: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any]]:
-    return {one["metadata"]["name"]: one for one in objects if one["kind"] in kinds}
 
 
 def pods(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -303,93 +297,6 @@ def test_network_policies_allow_listed_ports_only(rendered: Render) -> None:
     assert opened == {"store-nearkin-gateway": ("http", 2), "store-nearkin-monitor": ("monitor", 1)}
 
 
-# --- index shards ----------------------------------------------------------------------------------------------------
-
-SHARDS = "store-nearkin-index-shard"
-
-
-def test_each_process_has_the_addresses_of_all_shards(rendered: Render, tmp_path: Path) -> None:
-    """The number of shards alone is set; a shard's address is the stable one of its pod."""
-    objects = rendered({"indexShards": {"replicas": 3}, "config": {"index": {"memory": "1GiB"}}})
-    found = settings_of(objects, tmp_path).index
-    urls = tuple(f"http://{SHARDS}-{number}.{SHARDS}.backups.svc:7420" for number in range(3))
-    assert (found.backend, found.shards, found.memory) == ("shards", urls, 1 << 30)
-    service, (container,) = of_kind(objects, "Service")[SHARDS]["spec"], shard_pod(objects)["containers"]
-    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
-    assert of_kind(objects, "StatefulSet")[SHARDS]["spec"]["serviceName"] == SHARDS
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert (service["ports"][0]["port"], ports[service["ports"][0]["targetPort"]]) == (7420, 7420)
-
-
-def shard_pod(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the specification of the shards' pods."""
-    spec: dict[str, Any] = of_kind(objects, "StatefulSet")[SHARDS]["spec"]["template"]["spec"]
-    return spec
-
-
-def test_shard_takes_its_number_from_its_pod(rendered: Render) -> None:
-    """Its command is one that the program takes; its folder is on its volume."""
-    objects = rendered({"indexShards": {"replicas": 3}})
-    (container,) = shard_pod(objects)["containers"]
-    number = container["env"][0]
-    assert number["name"] == "SHARD"
-    assert number["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['apps.kubernetes.io/pod-index']"
-    module, *arguments = [text.replace("$(SHARD)", "2") for text in container["command"][2:]]
-    assert module == index_shard.__name__
-    given = index_shard.main.make_context("shard", arguments).params
-    assert (given["number"], given["count"], given["port"], given["host"]) == (2, 3, 7420, "0.0.0.0")
-    (claim,) = of_kind(objects, "StatefulSet")[SHARDS]["spec"]["volumeClaimTemplates"]
-    (mount,) = (one for one in container["volumeMounts"] if one["name"] == claim["metadata"]["name"])
-    assert given["folder"].is_relative_to(mount["mountPath"])
-
-
-def test_shards_are_reached_by_the_release_alone(rendered: Render) -> None:
-    policies = of_kind(rendered({"indexShards": {"replicas": 2}}), "NetworkPolicy")
-    release = {"app.kubernetes.io/name": "nearkin", "app.kubernetes.io/instance": "store"}
-    (rule,) = policies[SHARDS]["spec"]["ingress"]
-    ports = [{"port": "calls", "protocol": "TCP"}]
-    assert rule == {"from": [{"podSelector": {"matchLabels": release}}], "ports": ports}
-    shard = {**release, "app.kubernetes.io/component": "index-shard"}
-    outgoing = policies["store-nearkin"]["spec"]["egress"]
-    assert {"to": [{"podSelector": {"matchLabels": shard}}], "ports": ports} in outgoing
-
-
-def test_shards_have_a_disruption_budget(rendered: Render) -> None:
-    budgets = of_kind(rendered({"indexShards": {"replicas": 2}}), "PodDisruptionBudget")
-    assert budgets[SHARDS]["spec"]["maxUnavailable"] == 1
-    assert SHARDS not in of_kind(rendered({"indexShards": {"replicas": 1}}), "PodDisruptionBudget")
-
-
-def test_another_number_of_shards_restarts_all(rendered: Render) -> None:
-    before, after = (rendered({"indexShards": {"replicas": count}}) for count in (2, 3))
-    services = {
-        (one["kind"], one["metadata"]["name"]) for one in before if one["kind"] in ("Deployment", "StatefulSet")
-    }
-    assert changed(before, after) == services | {("ConfigMap", "store-nearkin")}
-
-
-def test_redis_is_the_default_and_runs_no_shard(rendered: Render) -> None:
-    objects = rendered()
-    assert not of_kind(objects, "StatefulSet")
-    assert "index-shard" not in yaml.safe_dump_all(objects)
-    hot = {"features": {"algorithm": "odess"}}
-    before, after = (rendered({"indexShards": {"replicas": 2}, "config": config}) for config in ({}, hot))
-    assert changed(before, after) == {("ConfigMap", "store-nearkin")}
-
-
-def test_values_of_an_older_release_have_no_shards(rendered: Render) -> None:
-    """`--reuse-values` leaves the chart's new defaults out; null does the same."""
-    assert not changed(rendered(), rendered({"indexShards": None}))
-
-
-def test_names_of_shards_fit_labels_with_a_long_release(helm: Callable[..., str]) -> None:
-    """Kubernetes labels pods by their name, and by the StatefulSet's with a hash of eleven."""
-    text = helm("template", "r" * 53, str(CHART), values={"indexShards": {"replicas": 64}})
-    (name,) = (one["metadata"]["name"] for one in yaml.safe_load_all(text) if one and one["kind"] == "StatefulSet")
-    assert len(f"{name}-63") <= 63
-    assert len(name) + 11 <= 63
-
-
 # --- scaling ---------------------------------------------------------------------------------------------------------
 
 
@@ -496,12 +403,6 @@ def test_value_that_excludes_a_default_replaces_it(rendered: Render) -> None:
         assert "maxUnavailable" not in budget["spec"]
 
 
-def settings_of(objects: list[dict[str, Any]], folder: Path, name: str = "store-nearkin") -> Settings:
-    file = folder / f"{name}.toml"
-    file.write_text(of_kind(objects, "ConfigMap")[name]["data"]["nearkin.toml"])
-    return load(file)[0]
-
-
 def test_settings_file_has_the_values(rendered: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NEARKIN_KERNELS",):
         monkeypatch.setenv(name, "cython")
@@ -525,14 +426,6 @@ def test_settings_file_has_the_values(rendered: Render, tmp_path: Path, monkeypa
     ]
     topics = of_kind(rendered(MATRIX["everything"]), "ConfigMap")["store-nearkin-topics"]["data"]["nearkin.toml"]
     assert set(tomllib.loads(topics)) == {"profile", "kafka"}
-
-
-def changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[tuple[str, str]]:
-    def keyed(objects: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
-        return {(one["kind"], one["metadata"]["name"]): yaml.safe_dump(one) for one in objects}
-
-    first, second = keyed(before), keyed(after)
-    return {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
 
 
 def test_hot_setting_changes_the_config_map_alone(rendered: Render) -> None:
@@ -637,11 +530,3 @@ def test_notes_begin_with_a_working_curl(helm: Callable[..., str]) -> None:
     assert 'curl -sS -H "Authorization: Bearer $NEARKIN_TOKEN" --data-binary @- "$URL/v1/blobs/greeting' in notes
     assert "port-forward svc/store-nearkin 8080:80" in notes
     assert "Index shards" not in notes
-
-
-def test_notes_say_to_stop_all_before_another_number(helm: Callable[..., str]) -> None:
-    """Services of two numbers of shards at a time would miss entries."""
-    values = {"indexShards": {"replicas": 2}}
-    notes = helm("install", "store", str(CHART), "--dry-run=client", "--namespace", "backups", values=values)
-    assert "Before you change indexShards.replicas, also to 0, stop all services" in notes
-    assert "scale deployment,statefulset -l app.kubernetes.io/instance=store --replicas=0" in notes
