@@ -145,6 +145,8 @@ def test_find_names_paths_of_every_tree(store: Path, call: InProcess) -> None:
     ]
     assert call.answer("--store", store, "find", "nothing*") == []
     assert_refused(call("--store", store, "find", "x", "hom"), 4, "key 'hom'")
+    assert_refused(call("--store", store, "find", "x", "home@1", "--versions"), 2, "'home@1': names one version")
+    assert lines(call, store, "find", "x", "me@3:/x", "--versions") == ["me@3:/x@1:/x"]  # the key has the @
     assert_refused(call("--store", store, "find", "[a"), 2, "pattern '[a': a [ has no ]; write [[] for the character")
     assert_refused(call("--store", store, "find", "[!z-a]"), 2, "pattern '[!z-a]': the range z-a ends before it starts")
 

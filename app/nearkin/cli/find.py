@@ -96,7 +96,7 @@ def _compile(pattern: str, *, ignore_case: bool) -> Callable[[TreeEntry], bool]:
 
 def _trees(store: AnyStore, texts: Sequence[str], *, versions: bool) -> Iterator[ResolvedLocation]:
     """Yield the versions to search. Raises BadInput, NotFound."""
-    from nearkin.cli.tree_location import ResolvedLocation, resolve_location
+    from nearkin.cli.tree_location import ResolvedLocation, parse_location, resolve_location
 
     if not texts:
         for info in store.versions(all_versions=versions):
@@ -107,6 +107,8 @@ def _trees(store: AnyStore, texts: Sequence[str], *, versions: bool) -> Iterator
         if not versions:
             yield found
             continue
+        if any(one.key == found.key and one.version is not None for one in parse_location(text)):
+            raise BadInput(f"{text!r}: names one version, and --versions searches all; leave out one of them")
         for info in store.versions(found.key, all_versions=True):
             if info.key == found.key and info.is_tree:
                 yield found._replace(version=info.version)
