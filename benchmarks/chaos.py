@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nearkin_maintenance.gc.gc_run import SERVICE_MODES
-from tests.support.engines.chaos import MODES, Chaos
+from tests.support.engines.chaos import MODES, Chaos, ChaosFleet
 
 
 def main() -> None:
@@ -26,13 +26,14 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES, default="split", help="which stages share a process")
     parser.add_argument("--edge", action="store_true", help="the gateway deduplicates")
     parser.add_argument("--gc-mode", choices=SERVICE_MODES, help="collect garbage every second, in this mode")
+    parser.add_argument("--shards", type=int, choices=range(3), default=0, help="index shards in place of Redis")
     parser.add_argument("--keep", type=Path, help="work in this folder and leave it there")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="nearkin-chaos-") as folder:
         place = chosen.keep or Path(folder)
         counts = chosen.seed, chosen.blobs, chosen.kills
-        chaos = Chaos(place, *counts, print_line, chosen.mode, edge=chosen.edge, gc_mode=chosen.gc_mode)
-        report = chaos.run()
+        fleet = ChaosFleet(chosen.mode, chosen.edge, chosen.gc_mode, chosen.shards)
+        report = Chaos(place, *counts, print_line, fleet).run()
     print(json.dumps(asdict(report), indent=1))
     sys.exit(1 if report.problems else 0)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.chaos import MODES, Chaos
+from tests.support.engines.chaos import MODES, Chaos, ChaosFleet
 
 
 @pytest.mark.soak
@@ -22,6 +22,27 @@ def test_pipeline_under_chaos_keeps_its_promises(
 ) -> None:
     """Every acknowledged blob restores though workers, gateway and servers die, and stages move between processes."""
     seed = secrets.randbelow(1_000_000)
-    report = need(lambda: Chaos(tmp_path, seed, 24, 6, print, mode).run())
+    report = need(lambda: Chaos(tmp_path, seed, 24, 6, print, ChaosFleet(mode)).run())
     assert not report.problems, report
     assert report.created + report.accepted == 24, report
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "fleet",
+    [
+        ChaosFleet("fused", shards=2),
+        ChaosFleet("split", shards=1),
+        ChaosFleet("to-split", edge=True, gc_mode="hybrid", shards=2),
+    ],
+    ids=["fused", "split", "all"],
+)
+def test_pipeline_on_shards_under_chaos_keeps_promises(
+    tmp_path: Path, need: Callable[[Callable[[], Any]], Any], fleet: ChaosFleet
+) -> None:
+    """The same without Redis, while index shards die, do not answer, and lose their index; no read is wrong."""
+    seed = secrets.randbelow(1_000_000)
+    report = need(lambda: Chaos(tmp_path, seed, 24, 6, print, fleet).run())
+    assert not report.problems, report
+    assert report.created + report.accepted == 24, report
+    assert report.reads, report

@@ -4,9 +4,10 @@ Invariant: all random choices derive from one seed, which is printed.
 
 Several clients put blobs through the gateway, each with an idempotency key and the retries of a real client.
 Small records of a user's topic arrive through ingest between them, in batches. Meanwhile workers, ingest and gateway
-are SIGKILLed, Kafka is restarted, Redis is emptied and killed, the S3 server is stopped. Afterwards: every 201 and
-every 202 restores byte for byte, each record is one version, in order, no version exists twice, and every partition
-advances.
+are SIGKILLed, Kafka is restarted, Redis is emptied and killed, the S3 server is stopped; with index shards, each of
+them is killed, stopped for a while, and loses its index. A reader checks meanwhile that what is committed is answered,
+or not at all. Afterwards: every 201 and every 202 restores byte for byte, each record is one version, in order, no
+version exists twice, and every partition advances.
 """
 
 from __future__ import annotations
@@ -16,19 +17,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 import redis as redis_client
 
+from tests.support.engines.chaos_reader import ChaosReader
+from tests.support.engines.chaos_shards import OUTAGES, ShardFleet
 from tests.support.engines.durability import Promises, Report
 from tests.support.engines.record_stream import TOPIC, RecordStream
-from tests.support.servers.pipeline import ENDED, GATEWAY, Pipeline
+from tests.support.servers.pipeline import CONFIG_FILE, ENDED, GATEWAY, Pipeline
 from tests.support.servers.server import free_port
 from tests.support.servers.servers import S3, Kafka, Redis
 
 S3_AWAY_SECONDS = 10.0
 REDIS_AWAY_SECONDS = 2.0
+FIRST_READ_SECONDS_MAX = 60.0
 RECORDS_A_BLOB = 40
 """Records of the user's topic for each blob that is put: bursts of them fill several batches."""
 INGEST = "ingest"
@@ -39,6 +45,7 @@ FUSED_WORKERS = ("pipeline",)
 SWITCH = "switch"
 COMMITTER = "committer"
 WITH_COMMITTER = ("delta", "pipeline")
+REDIS_OUTAGES = ("redis-flush", "redis-kill")
 MODES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyType(
     {
         "split": (SPLIT_WORKERS, SPLIT_WORKERS),
@@ -55,6 +62,20 @@ GRACE_SECONDS = 600
 """A blob that is in flight for longer than half of it may fail, visibly; records of a topic are not put again then."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChaosFleet:
+    """The fleet of a run.
+
+    `mode`: one of MODES, the stages that share a process. `edge`: the gateway deduplicates. `gc_mode`: garbage is
+    collected every second in this mode, with a grace of GRACE_SECONDS. `shards`: that many index shards, and no Redis.
+    """
+
+    mode: str = "split"
+    edge: bool = False
+    gc_mode: str | None = None
+    shards: int = 0
+
+
 class Chaos:
     """One run."""
 
@@ -65,19 +86,12 @@ class Chaos:
         blobs: int,
         kills: int,
         report_line: Callable[[str], None],
-        mode: str = "split",
-        *,
-        edge: bool = False,
-        gc_mode: str | None = None,
+        fleet: ChaosFleet = ChaosFleet(),
     ) -> None:
-        """`mode`: one of MODES, the stages that share a process. `edge`: the gateway deduplicates.
-
-        `gc_mode`: garbage is collected every second in this mode, with a grace of GRACE_SECONDS.
-        """
-        self._edge = edge
-        self._gc = {} if gc_mode is None else {"mode": gc_mode, "interval_seconds": 1, "grace_seconds": GRACE_SECONDS}
-        self._before, self._after = MODES[mode]
-        self._victims = (*self._before, *ALWAYS)
+        self._fleet = fleet
+        self._before, self._after = MODES[fleet.mode]
+        self._shards = ShardFleet(folder, fleet.shards, folder / "pipeline" / CONFIG_FILE)
+        self._victims = (*self._before, *ALWAYS, *self._shards.names)
         self._promises = Promises(seed, blobs, free_port())
         self._records = RecordStream(seed, RECORDS_A_BLOB * blobs)
         self.report = self._promises.report
@@ -91,29 +105,48 @@ class Chaos:
         """Run, settle, and check."""
         started = time.monotonic()
         self._print(f"seed {self.report.seed}: {self.report.blobs} blobs, {self._kills} kills")
-        with self._kafka, self._redis, self._s3, self._pipeline() as pipeline, ThreadPoolExecutor(1, "records") as more:
-            RecordStream.make_topic(self._kafka.bootstrap)
-            pipeline.start(GATEWAY)
-            self._promises.ready()
+        with ExitStack() as stack:
+            pipeline = self._start(stack)
+            reader = stack.enter_context(closing(ChaosReader(self._promises, pipeline.settings, self.report.seed)))
             stop = threading.Event()
-            killer = threading.Thread(target=self._kill, args=(pipeline, stop), name="chaos")
-            killer.start()
-            records = more.submit(self._records.send, self._kafka.bootstrap, self._share_of_puts)
+            threads = stack.enter_context(ThreadPoolExecutor(3, "chaos"))
+            stack.callback(stop.set)
+            kills = threads.submit(self._kill, pipeline, reader)
+            reads = threads.submit(reader.read_until, stop)
+            records = threads.submit(self._records.send, self._kafka.bootstrap, self._share_of_puts)
             puts = self._promises.put_all()
-            killer.join()
+            kills.result()
             records.result()
+            stop.set()
+            reads.result()
             self._print(f"all put after {time.monotonic() - started:.0f} s; settling")
             settling = time.monotonic()
             self._promises.ready()
             self._promises.check(puts)
             self._records.check(self._promises.url, pipeline.settings, self.report)
             self._promises.check_flow(pipeline)
+            if self._fleet.shards:
+                reader.check_duplicates()
+            self.report.reads, self.report.refused = reader.answers, reader.refusals
+            self.report.problems.extend(reader.problems)
             self.report.settle_seconds = time.monotonic() - settling
             codes = pipeline.stop()
             if any(code not in ENDED for code in codes.values()):
                 self.report.problems.append(f"workers ended with {codes}")
         self.report.seconds = time.monotonic() - started
         return self.report
+
+    def _start(self, stack: ExitStack) -> Pipeline:
+        """Start all parts, which `stack` ends, and wait for the gateway."""
+        for server in (self._kafka, self._s3, *(() if self._fleet.shards else (self._redis,))):
+            stack.enter_context(server)
+        pipeline = self._pipeline()
+        stack.enter_context(self._shards)
+        stack.enter_context(pipeline)
+        RecordStream.make_topic(self._kafka.bootstrap)
+        pipeline.start(GATEWAY)
+        self._promises.ready()
+        return pipeline
 
     def _share_of_puts(self) -> float:
         return self._promises.done / self.report.blobs
@@ -138,13 +171,18 @@ class Chaos:
                     "secret_access_key": self._s3.secret_access_key,
                     "allow_http": True,
                 },
-                "gateway": {"port": self._promises.port, "edge": self._edge},
+                "gateway": {"port": self._promises.port, "edge": self._fleet.edge},
                 "ingest": {"topics": [TOPIC]},
-                "gc": self._gc,
+                "gc": self._gc_config(),
+                **self._shards.config(),
             },
             environments={"maintenance": {"TMPDIR": str(self._folder)}},
             services=(*self._before, INGEST, "maintenance"),
         )
+
+    def _gc_config(self) -> dict[str, object]:
+        mode = self._fleet.gc_mode
+        return {} if mode is None else {"mode": mode, "interval_seconds": 1, "grace_seconds": GRACE_SECONDS}
 
     def _victim(self, event: str) -> str:
         """Return which part dies: any one, or the worker that has the committer, or the one that is named."""
@@ -161,14 +199,15 @@ class Chaos:
             code = pipeline.end(name)
             if code not in ENDED:  # it may have been started again just before
                 self.report.problems.append(f"{name} ended with {code}")
-        self._victims = (*self._after, *ALWAYS)
+        self._victims = (*self._after, *ALWAYS, *self._shards.names)
 
     # --- deaths ------------------------------------------------------------------------------------------------------
 
-    def _kill(self, pipeline: Pipeline, stop: threading.Event) -> None:
+    def _kill(self, pipeline: Pipeline, reader: ChaosReader) -> None:
         """Spread the kills evenly over the puts."""
         events: list[str] = ["worker"] * self._kills
-        for special in ("kafka", "kafka", "redis-flush", "redis-kill", "s3", INGEST, INGEST, COMMITTER):
+        index = OUTAGES if self._fleet.shards else REDIS_OUTAGES
+        for special in ("kafka", "kafka", *index, "s3", INGEST, INGEST, COMMITTER):
             events.insert(self._random.randrange(len(events) + 1), special)
         if self._after != self._before:
             events.insert(len(events) // 2, SWITCH)
@@ -178,31 +217,43 @@ class Chaos:
             waited = time.monotonic()
             while self._promises.done < next_puts and time.monotonic() - waited < 10:
                 time.sleep(0.05)
+            while victim in OUTAGES and not reader.answers and time.monotonic() - waited < FIRST_READ_SECONDS_MAX:
+                time.sleep(0.05)  # an index that has nothing has nothing to lose
             self.report.kills[victim] = self.report.kills.get(victim, 0) + 1
-            if victim == SWITCH:
-                self._switch(pipeline)
-            elif victim in self._victims:
-                pipeline.kill(victim)
-                time.sleep(self._random.uniform(0, 0.5))
-                pipeline.start(victim)
-            elif victim == "kafka":
-                self._print(f"{self._promises.done} blobs put: kafka restarts")
-                self._kafka.restart()
-            elif victim == "redis-flush":
-                self._print(f"{self._promises.done} blobs put: redis is emptied")
-                with redis_client.Redis.from_url(self._redis.url) as client:
-                    client.flushall()
-            elif victim == "redis-kill":
-                self._print(f"{self._promises.done} blobs put: redis is killed")
-                self._redis.kill()
-                time.sleep(REDIS_AWAY_SECONDS)
-                self._redis.start()
-            else:
-                self._print(f"{self._promises.done} blobs put: the S3 server is away")
-                self._s3.stop()
-                time.sleep(S3_AWAY_SECONDS)
-                self._s3.start()
+            self._make_fail(pipeline, victim)
         for victim in self._victims:
-            if pipeline.processes[victim].poll() is not None:
+            if victim not in self._shards.names and pipeline.processes[victim].poll() is not None:
                 self.report.problems.append(f"{victim} ended by itself: {pipeline.processes[victim].returncode}")
                 pipeline.start(victim)
+        self.report.problems.extend(f"{name} ended by itself" for name in self._shards.restart_ended())
+
+    def _make_fail(self, pipeline: Pipeline, victim: str) -> None:
+        if victim == SWITCH:
+            self._switch(pipeline)
+        elif victim in self._shards.names:
+            self._shards.kill(victim, self._random.uniform(0, 0.5))
+        elif victim in self._victims:
+            pipeline.kill(victim)
+            time.sleep(self._random.uniform(0, 0.5))
+            pipeline.start(victim)
+        else:
+            self._run_outage(victim)
+
+    def _run_outage(self, outage: str) -> None:
+        """Make a server fail, and return when it is back."""
+        self._print(f"{self._promises.done} blobs put: {outage}")
+        if outage == "kafka":
+            self._kafka.restart()
+        elif outage == "redis-flush":
+            with redis_client.Redis.from_url(self._redis.url) as client:
+                client.flushall()
+        elif outage == "redis-kill":
+            self._redis.kill()
+            time.sleep(REDIS_AWAY_SECONDS)
+            self._redis.start()
+        elif outage in OUTAGES:
+            self._shards.fail(self._random.choice(self._shards.names), outage)
+        else:
+            self._s3.stop()
+            time.sleep(S3_AWAY_SECONDS)
+            self._s3.start()

@@ -69,6 +69,10 @@ class Report:
     records: int = 0
     """Records of the user's topic that have to be stored."""
     cut: int = 0
+    reads: int = 0
+    """Number of times that all reads of some committed blobs were answered meanwhile."""
+    refused: int = 0
+    """Reads that were not answered."""
     seconds: float = 0.0
     settle_seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
@@ -97,6 +101,7 @@ class Promises:
         for _ in range(blobs):
             self.blobs.append(content(generator, self.blobs[-20:]))
         self.done = 0
+        self._kept: list[Put] = []
         self._lock = threading.Lock()
 
     def put_all(self, enough: Callable[[], bool] = lambda: False) -> list[Put]:
@@ -115,6 +120,11 @@ class Promises:
 
         with ThreadPoolExecutor(CLIENTS) as clients:
             return [put for puts in clients.map(some, range(CLIENTS)) for put in puts]
+
+    def kept(self) -> list[Put]:
+        """Return the blobs of a 201 or 202 that stay, so far."""
+        with self._lock:
+            return list(self._kept)
 
     @property
     def url(self) -> str:
@@ -168,6 +178,8 @@ class Promises:
             put.deleted = self._delete(url, deadline, draw)
         with self._lock:
             self.done += 1
+            if (put.created is not None or put.accepted) and not put.deleted:
+                self._kept.append(put)
         return put
 
     def _delete(self, url: str, deadline: float, draw: random.Random) -> bool:

@@ -39,6 +39,7 @@ SPLIT = ("chunker", "dedup", "resemblance", "delta", "maintenance")
 FUSED = ("pipeline", "maintenance")
 """All stages in one process."""
 GATEWAY = "gateway"
+CONFIG_FILE = "nearkin.toml"
 ENDED = (0, -signal.SIGTERM)
 """Exit codes of a worker that was asked to end; the second one if its interpreter was still starting."""
 STOP_SECONDS_MAX = 90.0
@@ -90,7 +91,7 @@ class Pipeline:
         self.folder = folder
         self._environments = dict(environments or {})
         folder.mkdir(parents=True, exist_ok=True)
-        self.config_file = folder / "nearkin.toml"
+        self.config_file = folder / CONFIG_FILE
         self.config, self._constants = split_constants(config)
         self.config.setdefault("storage", {})["create"] = True
         self.write_config()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,6 +46,14 @@ class ShardProcess(Server):
         """Make the file of the shared state with a free lease, which is taken for a while in a new one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         StateFile(self.index_folder, lease_wait_seconds=0).close()
+
+    def pause(self) -> None:
+        """Stop the process: it accepts connections and answers nothing."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused process go on."""
+        self._signal(signal.SIGCONT)
 
     def environment(self) -> Mapping[str, str]:
         """Return the variables that name the store."""
