@@ -193,3 +193,21 @@ def test_batch_end_of_another_tenant_makes_no_version(log: CommitterLog) -> None
     assert log.read() == {}
     assert not log.manifests.versions("other", "a")
     assert not log.manifests.versions("t", "a")
+
+
+def test_new_keys_of_a_batch_are_not_listed(log: CommitterLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing takes six system calls; keys that have versions are listed, whichever they are of a batch."""
+    add_batch(log, "bd")
+    log.read()
+    listed: list[str] = []
+    histories = log.manifests.histories
+
+    def record(tenant: str, key: str) -> Any:
+        listed.append(key)
+        return histories(tenant, key)
+
+    monkeypatch.setattr(log.manifests, "histories", record)
+    add_batch(log, "abcde", bytes(range(16)), 3)
+    assert log.read() == dict.fromkeys("abcde", "committed")
+    assert listed == ["b", "d"]
+    assert [origins_of(log, key) for key in "abcde"] == [[3], [1, 4], [5], [2, 6], [7]]

@@ -87,25 +87,28 @@ class BatchCommits:
         self, ends: Sequence[End], contents: Sequence[VersionContent], rows: Sequence[int]
     ) -> dict[int, CommittedVersion]:
         """Create the manifests of blobs of different keys; return those that were created."""
-        listed = self._each(self._manifests.histories, [ends[row].envelope for row in rows])
         manifests = {}
-        for row, histories in zip(rows, listed, strict=True):
+        for row, histories in zip(rows, self._histories([ends[row].envelope for row in rows]), strict=True):
             if not histories or self._earlier(ends[row], sorted(histories)) is None:
                 manifests[row] = self._manifest(ends[row], contents[row], histories)
         sizes = self._manifests.put_many(list(manifests.values()), self._threads)
-        made = {}
-        for (row, manifest), manifest_bytes in zip(manifests.items(), sizes, strict=True):
-            if manifest_bytes is not None:
-                metrics.count_committed(contents[row].ledger, manifest_bytes, manifest.seconds)
-                made[row] = CommittedVersion(manifest, manifest_bytes)
+        made = {
+            row: CommittedVersion(manifest, manifest_bytes)
+            for (row, manifest), manifest_bytes in zip(manifests.items(), sizes, strict=True)
+            if manifest_bytes is not None
+        }
+        metrics.count_committed_many(
+            [(contents[row].ledger, one.manifest_bytes, one.manifest.seconds) for row, one in made.items()]
+        )
         return made
 
-    def _each(
-        self, listing: Callable[[str, str], dict[int, History]], envelopes: Sequence[Envelope]
-    ) -> Iterable[dict[int, History]]:
+    def _histories(self, envelopes: Sequence[Envelope]) -> Iterable[dict[int, History]]:
         """Return the versions of each key; a store far away is asked by several threads."""
+        are_new = self._manifests.are_new([(one.tenant, one.key) for one in envelopes])
+        left = [one for one, is_new in zip(envelopes, are_new, strict=True) if not is_new]
         mapped = self._threads.map if self._manifests.objects.far else map
-        return mapped(listing, [one.tenant for one in envelopes], [one.key for one in envelopes])
+        listed = iter(mapped(self._manifests.histories, [one.tenant for one in left], [one.key for one in left]))
+        return [{} if is_new else next(listed) for is_new in are_new]
 
     def _manifest(self, end: End, content: VersionContent, histories: Mapping[int, History]) -> Manifest:
         tenant, key = end.envelope.tenant, end.envelope.key

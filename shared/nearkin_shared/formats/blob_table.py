@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 
 from nearkin_shared.errors import BadInput
-from nearkin_shared.formats.manifest import CREATED_US_MAX, encode_metadata
+from nearkin_shared.formats.manifest import CREATED_US_MAX, check_metadata
 from nearkin_shared.formats.message_layout import BLOB_BYTES, BLOBS_MAX, TABLE_BYTES_MAX
 from nearkin_shared.limits import KEY_BYTES_MAX, SEGMENT_BYTES_MAX
 from nearkin_shared.utils.frozen import frozen
@@ -91,7 +91,7 @@ def _blob(row: object) -> BatchedBlob:
     if metadata is not None and not isinstance(metadata, dict):
         raise TypeError("metadata that is not a JSON object")
     if metadata:
-        encode_metadata(metadata)
+        check_metadata(metadata)
     if traceparent is not None and (not isinstance(traceparent, str) or len(traceparent) > TRACEPARENT_CHARACTERS_MAX):
         raise TypeError(f"traceparent {traceparent!r:.80}: want text")
     found = BatchedBlob(

@@ -58,6 +58,12 @@ def pack(columns: Sequence[Column]) -> bytes:
     return _HEAD.pack(rows, len(frame)) + frame
 
 
+def pack_row(row: bytes) -> bytes:
+    """Return what `pack` does for columns of one entry, whose bytes are given in order."""
+    frame = _compress_few(row) if len(row) <= FEW_BYTES else _compress(row)
+    return _HEAD.pack(1, len(frame)) + frame
+
+
 def _compress(planes: bytes) -> bytes:
     return compress(planes, options={CompressionParameter.compression_level: LEVEL})
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import field
 from datetime import UTC, datetime, timedelta
 from struct import Struct
@@ -66,6 +67,15 @@ assert Struct("<4sHHQqQ32s32s16sI").size == _TENANT_BYTES_AT  # docs/internals/f
 _RUN_COLUMNS = [np.dtype(t) for t in ("<u4", "<u4", "<u4", "u1")]
 _REF_COLUMNS = [np.dtype("<u8")]
 _LENGTH_COLUMNS = [np.dtype("<u4")]
+_ONE_RUN = Struct("<IIIB")
+"""The columns of one run of segments, as `_RUN_COLUMNS`."""
+_FIRST_OF_TABLE = 2
+_METADATA_ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
+"""Kept: `json.dumps` makes a new one for each blob, which takes as long as to encode its metadata."""
+_ESCAPED_BYTES_MAX = 6
+"""Of a byte of text in JSON: a control character is written as an escape."""
+_PAIR_BYTES = 8
+"""Quotes, colon and comma of a name and its value."""
 
 _LEDGER_FIELDS = (
     "chunks",
@@ -187,10 +197,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     metadata = encode_metadata(manifest.metadata)
     problem = _problem(len(tenant), len(key), len(metadata), manifest.created_us, len(manifest.segments))
     ordinals = manifest.segments.ordinals
-    if problem is None and len(ordinals) and int(ordinals.max()) >= ROWS_MAX:
-        problem = f"segment {int(ordinals.max())} of a container: it has {ROWS_MAX} at most"
-    if problem is None and len(ordinals) and int(manifest.segments.containers.min()) < CONTAINER_ID_MIN:
-        problem = f"a segment of container {int(manifest.segments.containers.min())}; want a container id"
+    if problem is None and len(ordinals):
+        problem = _locations_problem(manifest.segments)
     if problem is None and manifest.lengths is not None:
         problem = _lengths_problem(manifest.lengths, len(ordinals), manifest.size_bytes)
     if problem is None:
@@ -198,12 +206,6 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if problem is not None:
         raise BadInput(f"{manifest.key!r}: {problem}")
     lengths = manifest.lengths if len(ordinals) > 1 else None
-    table, refs = location_runs.container_table(manifest.segments.containers, HOLDER)
-    changes = np.flatnonzero(manifest.known[1:] != manifest.known[:-1]) + 1
-    bounds = np.r_[0, changes, len(refs)].astype(np.uint32)
-    run_refs, steps, counts, _ = location_runs.compress(refs, manifest.segments.ordinals, bounds)
-    run_starts = np.cumsum(counts, dtype=np.int64) - counts
-    known = manifest.known[run_starts].astype(np.uint8)
     version, flags = _version_and_flags(manifest, has_lengths=lengths is not None)
     fixed = FIXED.pack(
         b"NKM1",
@@ -223,11 +225,29 @@ def encode_manifest(manifest: Manifest) -> bytes:
     )
     if version == VERSION:
         fixed += CHAIN.pack(manifest.previous.version, manifest.previous.digest, manifest.retain_until_us)
-    body = fixed + tenant + key + metadata + columns.pack([table.astype("<u8")])
-    body += columns.pack([run_refs, steps, counts, known])
+    locations = _encode_one(manifest) if len(ordinals) == 1 else _encode_locations(manifest)
+    body = fixed + tenant + key + metadata + locations
     if lengths is not None:
         body += columns.pack([lengths.astype("<u4", copy=False)])
     return body + columns.check_bytes(body)
+
+
+def _encode_locations(manifest: Manifest) -> bytes:
+    """Return the table of containers and the runs of segments."""
+    table, refs = location_runs.container_table(manifest.segments.containers, HOLDER)
+    changes = np.flatnonzero(manifest.known[1:] != manifest.known[:-1]) + 1
+    bounds = np.r_[0, changes, len(refs)].astype(np.uint32)
+    run_refs, steps, counts, _ = location_runs.compress(refs, manifest.segments.ordinals, bounds)
+    run_starts = np.cumsum(counts, dtype=np.int64) - counts
+    known = manifest.known[run_starts].astype(np.uint8)
+    return columns.pack([table.astype("<u8")]) + columns.pack([run_refs, steps, counts, known])
+
+
+def _encode_one(manifest: Manifest) -> bytes:
+    """Return what `_encode_locations` does for one segment, in a fifth of the time."""
+    table = int(manifest.segments.containers[0]).to_bytes(8, "little")
+    run = _ONE_RUN.pack(_FIRST_OF_TABLE, int(manifest.segments.ordinals[0]) << 1, 1, bool(manifest.known[0]))
+    return columns.pack_row(table) + columns.pack_row(run)
 
 
 def _version_and_flags(manifest: Manifest, *, has_lengths: bool) -> tuple[int, int]:
@@ -245,12 +265,21 @@ def encode_metadata(metadata: Mapping[str, str]) -> bytes:
     if not all(isinstance(part, str) for part in (*metadata, *metadata.values())):
         raise BadInput(f"metadata {dict(metadata)!r:.100}: want names and values of text")
     try:
-        encoded = json.dumps(dict(metadata), sort_keys=True, ensure_ascii=False).encode() if metadata else b""
+        encoded = _METADATA_ENCODER.encode(dict(metadata)).encode() if metadata else b""
     except UnicodeEncodeError as err:
         raise BadInput(f"metadata {dict(metadata)!r:.100}: not valid UTF-8") from err
     if len(encoded) > METADATA_BYTES_MAX:
         raise BadInput(f"metadata of {len(encoded)} bytes as JSON: want at most {METADATA_BYTES_MAX}")
     return encoded
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise BadInput as `encode_metadata` does; small metadata are not encoded for that."""
+    with suppress(TypeError, UnicodeEncodeError):
+        text = "".join((*metadata, *metadata.values()))
+        if len(text.encode()) * _ESCAPED_BYTES_MAX + len(metadata) * _PAIR_BYTES < METADATA_BYTES_MAX:
+            return
+    encode_metadata(metadata)
 
 
 def _problem(tenant_bytes: int, key_bytes: int, metadata_bytes: int, created_us: int, segments: int) -> str | None:
@@ -266,6 +295,20 @@ def _problem(tenant_bytes: int, key_bytes: int, metadata_bytes: int, created_us:
         return f"created {created_us} us after 1970: want a time from 1970 to 9999"
     if segments > SEGMENTS_MAX:
         return f"{segments} segments: want at most {SEGMENTS_MAX}; raise chunker.target_bytes"
+    return None
+
+
+def _locations_problem(segments: Locations) -> str | None:
+    """Return what is wrong with the locations of segments, at least one, or None."""
+    ordinals, containers = segments.ordinals, segments.containers
+    if len(segments) == 1:
+        ordinal, container = int(ordinals[0]), int(containers[0])
+    else:
+        ordinal, container = int(ordinals.max()), int(containers.min())
+    if ordinal >= ROWS_MAX:
+        return f"segment {ordinal} of a container: it has {ROWS_MAX} at most"
+    if container < CONTAINER_ID_MIN:
+        return f"a segment of container {container}; want a container id"
     return None
 
 
@@ -375,7 +418,7 @@ def _chain_problem(version: int, previous: Previous, retain_until_us: int) -> st
 
 def _lengths_problem(lengths: U32, segments: int, size_bytes: int) -> str | None:
     """Return what is wrong with the lengths of segments, or None."""
-    total = int(lengths.sum(dtype=np.uint64))
+    total = int(lengths[0]) if len(lengths) == 1 else int(lengths.sum(dtype=np.uint64))
     if len(lengths) != segments or total != size_bytes or not lengths.all():
         return f"{len(lengths)} lengths of {segments} segments, {total} bytes of {size_bytes}"
     return None

@@ -109,6 +109,14 @@ class SupportsFileSizes(Protocol):
         """Yield {file name: bytes} of each folder, None for one with other entries than files."""
 
 
+@runtime_checkable
+class SupportsMissingFolders(Protocol):
+    """An object store that knows quickly which small folders do not exist."""
+
+    def are_missing(self, folders: Sequence[str]) -> list[bool]:
+        """Return which folders do not exist; False too where `names` has to report an error."""
+
+
 def check_tenant(objects: ObjectStore, tenant: str) -> None:
     """Raise TenantErased where a tenant was, in a store where that can be."""
     if _supports_erasure(type(objects)):

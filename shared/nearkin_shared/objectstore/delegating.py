@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self
 
-from nearkin_shared.objectstore.base import ObjectStore, Payload, SupportsFileSizes
+from nearkin_shared.objectstore.base import ObjectStore, Payload, SupportsFileSizes, SupportsMissingFolders
 
 
 class DelegatingObjectStore:
@@ -87,6 +87,15 @@ def file_sizes(objects: ObjectStore, folders: Iterable[str]) -> Iterator[dict[st
     if isinstance(objects, SupportsFileSizes):
         return objects.file_sizes(folders)
     return (None for _ in folders)
+
+
+def are_missing(objects: ObjectStore, folders: Sequence[str]) -> list[bool]:
+    """Return which folders do not exist; False also for those that `names` has to list."""
+    if isinstance(objects, DelegatingObjectStore):
+        return are_missing(objects.inner, folders)
+    if isinstance(objects, SupportsMissingFolders):
+        return objects.are_missing(folders)
+    return [False] * len(folders)
 
 
 def record_key_of(objects: ObjectStore) -> bytes | None:

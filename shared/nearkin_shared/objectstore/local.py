@@ -66,7 +66,7 @@ class LocalObjectStore:
         self._root = root
         self._dropped = dropped
         self._scratch = root / "tmp"
-        self._settled: set[Path] = set()
+        self._settled: set[str] = set()
         self._unsynced: set[Path] = set()
         """Folders from which a name was removed whose sync failed."""
         self._buffers = BufferPool(SPARE_BYTES_MAX)
@@ -128,6 +128,28 @@ class LocalObjectStore:
             else:
                 yield found if len(found) == len(names) else None
 
+    def are_missing(self, folders: Sequence[str]) -> list[bool]:
+        """Return which folders do not exist, in a sixth of the system calls of `names`.
+
+        False also for errors, which `names` reports. Raises StoreUnavailable, LinkRefused.
+        """
+        checked: set[str] = set()
+        found = [self._is_missing(folder.rstrip("/"), checked) for folder in folders]
+        if any(found):
+            self._check_mounted()
+        return found
+
+    def _is_missing(self, folder: str, checked: set[str]) -> bool:
+        path = f"{self._root}/{folder}"
+        self._check_folders(path.rpartition("/")[0], checked)
+        try:
+            os.lstat(path)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def _check_link(self, name: str) -> None:
         """Raise StoreUnavailable for a dangling link."""
         path = f"{self._root}/{name}"
@@ -163,7 +185,7 @@ class LocalObjectStore:
         failpoint("object.begun")
         try:
             self._check_folders(str(final.parent))
-            self._make_folder(final.parent)
+            self._make_folder(str(final.parent))
             check_no_link(self._scratch)
             _make(self._scratch)
             self._write_and_rename(name, parts, lambda temporary: _link(temporary, final, self._root / "lock.rename"))
@@ -194,7 +216,7 @@ class LocalObjectStore:
         final = self._root / name
         try:
             self._check_folders(str(final.parent))
-            self._make_folder(final.parent)
+            self._make_folder(str(final.parent))
             check_no_link(self._scratch)
             _make(self._scratch)
             self._write_and_rename(name, [data], lambda temporary: os.replace(temporary, final))
@@ -361,58 +383,66 @@ class LocalObjectStore:
         `ready`: folders that this has checked for the same group. Raises StoreUnavailable, OSError.
         """
         folder, _, last = name.rpartition("/")
-        above = folder.rpartition("/")[0]
-        if above not in ready:
-            self._check_folders(f"{self._root}/{above}")
-            self._make_folder(self._root / above)
-            ready.add(above)
         made = f"{self._root}/{folder}"
-        check_linked_folder(made)
-        _make(made)
-        return f"{made}/{last}", (made, f"{self._root}/{above}")
+        above = made.rpartition("/")[0]
+        if above not in ready:
+            self._check_folders(above, ready)
+            ready.discard(above)
+            self._make_folder(above)
+            ready.add(above)
+        try:
+            os.mkdir(made, FOLDER_MODE)
+        except FileExistsError:
+            check_linked_folder(made)
+        return f"{made}/{last}", (made, above)
 
     def scratch_paths(self, count: int) -> list[str]:
         """Return new paths for files that `link` gives their names. Raises LinkRefused, OSError."""
         check_no_link(self._scratch)
         _make(self._scratch)
-        return [f"{self._scratch}/{secrets.token_hex(8)}.part" for _ in range(count)]
+        common = secrets.token_hex(8)
+        return [f"{self._scratch}/{common}{number:04x}.part" for number in range(count)]
 
     def link(self, temporary: str, final: str) -> None:
         """Give a synced file its name. Raises FileExistsError if that is taken, OSError."""
         _link(temporary, final, self._root / "lock.rename")
 
-    def _make_folder(self, folder: Path) -> None:
+    def _make_folder(self, folder: str) -> None:
         """Make a folder durable, and all above it up to the root.
 
         One that is there may be of a writer that died before it synced it: each parent is synced once in a process.
         """
-        if folder == self._root:
+        if len(folder) <= len(str(self._root)):
             return
+        above = folder.rpartition("/")[0]
         with self._folders[hash(folder) % FOLDER_LOCKS]:
-            if folder.is_dir() and folder.parent in self._settled:
+            if above in self._settled and os.path.isdir(folder):
                 return
         self._check_mounted()
-        self._make_folder(folder.parent)
+        self._make_folder(above)
         with self._folders[hash(folder) % FOLDER_LOCKS]:
             _make(folder)
             failpoint("object.folder-made")
             try:
-                sync_folder(folder.parent)
+                sync_folder(above)
             except OSError:
                 with suppress(OSError):  # as in `put_new`; a folder that another writer uses stays
                     os.rmdir(folder)
                 raise
-        self._settled.add(folder.parent)
+        self._settled.add(above)
 
-    def _check_folders(self, folder: str) -> None:
+    def _check_folders(self, folder: str, checked: set[str] | None = None) -> None:
         """Raise LinkRefused if a folder of objects or a parent is a link of another user.
 
-        Paths as text: a group of small records checks some for each of them.
+        `checked`: those that were checked for the same group; this adds to it. Paths as text: a group of small records
+        checks some for each of them.
         """
         root_characters = len(str(self._root))
         folder = folder.rstrip("/")
-        while len(folder) > root_characters:
+        while len(folder) > root_characters and (checked is None or folder not in checked):
             check_linked_folder(folder)
+            if checked is not None:
+                checked.add(folder)
             folder = folder.rpartition("/")[0]
 
 

@@ -8,7 +8,7 @@ are a label where the tokens file has a quota for them, at most QUOTA_TENANTS_MA
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -128,21 +128,26 @@ def count_scrubbed(read_bytes: int, objects: int, ended: bool) -> None:
 
 def count_committed(ledger: Ledger, manifest_bytes: int, seconds: float) -> None:
     """Count a blob that was committed just now."""
-    BLOBS.labels("committed").inc()
-    BLOB_SECONDS.observe(seconds)
-    for after, added_bytes in (
-        ("in", ledger.logical_bytes),
-        ("dedup", ledger.unique_bytes),
-        ("delta", ledger.unique_bytes - ledger.delta_saved_bytes),
-        ("stored", ledger.stored_bytes + manifest_bytes),
-    ):
-        BYTES.labels(after).inc(max(0, added_bytes))
-    for kind, chunks in (
-        ("duplicate", ledger.duplicate_chunks),
-        ("delta", ledger.delta_chunks),
-        ("raw", ledger.raw_chunks),
-    ):
-        CHUNKS.labels(kind).inc(chunks)
+    count_committed_many([(ledger, manifest_bytes, seconds)])
+
+
+def count_committed_many(blobs: Sequence[tuple[Ledger, int, float]]) -> None:
+    """Count blobs (ledger, bytes of the manifest, seconds) that were committed just now."""
+    BLOBS.labels("committed").inc(len(blobs))
+    for _, _, seconds in blobs:
+        BLOB_SECONDS.observe(seconds)
+    ledgers = [ledger for ledger, _, _ in blobs]
+    added_bytes = {
+        "in": [ledger.logical_bytes for ledger in ledgers],
+        "dedup": [ledger.unique_bytes for ledger in ledgers],
+        "delta": [ledger.unique_bytes - ledger.delta_saved_bytes for ledger in ledgers],
+        "stored": [ledger.stored_bytes + manifest_bytes for ledger, manifest_bytes, _ in blobs],
+    }
+    for after, counts in added_bytes.items():
+        BYTES.labels(after).inc(sum(max(0, count) for count in counts))
+    CHUNKS.labels("duplicate").inc(sum(ledger.duplicate_chunks for ledger in ledgers))
+    CHUNKS.labels("delta").inc(sum(ledger.delta_chunks for ledger in ledgers))
+    CHUNKS.labels("raw").inc(sum(ledger.raw_chunks for ledger in ledgers))
 
 
 def count_collected(report: GcReport | None) -> None:

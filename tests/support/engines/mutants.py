@@ -64,8 +64,8 @@ def name_not_synced() -> None:
     """Omit the sync of a manifest's folder."""
     real = local.sync_folder
 
-    def sync(folder: Path) -> None:
-        if not any(folder.glob("*.nkm")):
+    def sync(folder: str | Path) -> None:
+        if not any(Path(folder).glob("*.nkm")):
             real(folder)
 
     vars(local)["sync_folder"] = sync
@@ -74,8 +74,8 @@ def name_not_synced() -> None:
 def folder_not_synced() -> None:
     """Omit the sync of a new folder's parent."""
 
-    def make(self: local.LocalObjectStore, folder: Path) -> None:
-        for above in reversed([folder, *folder.parents]):
+    def make(self: local.LocalObjectStore, folder: str) -> None:
+        for above in reversed([Path(folder), *Path(folder).parents]):
             if not above.exists():
                 vars(local)["os"].mkdir(above)
 
@@ -89,7 +89,7 @@ def create_overwrites() -> None:
         final = self._root / name
         if final.exists():
             raise AlreadyExists(name)
-        self._make_folder(final.parent)
+        self._make_folder(str(final.parent))
         self._scratch.mkdir(exist_ok=True)
         temporary = self._scratch / f"{os.urandom(8).hex()}.part"
         local.write_durably(temporary, parts, drop=False)

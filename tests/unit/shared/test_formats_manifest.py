@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from nearkin_shared.errors import BadInput, Corrupt, FormatTooNew
 from nearkin_shared.formats import columns
@@ -20,7 +22,7 @@ from nearkin_shared.formats.container_layout import ROWS_MAX
 from nearkin_shared.formats.manifest import Manifest, decode_manifest, encode_manifest
 from nearkin_shared.limits import KEY_BYTES_MAX, METADATA_BYTES_MAX, TENANT_BYTES_MAX
 from nearkin_shared.results import Ledger
-from nearkin_shared.types import SELF, ZERO, Locations
+from nearkin_shared.types import CONTAINER_ID_MIN, SELF, ZERO, Locations
 from tests.support.data import samples
 
 REFUSALS = (Corrupt, FormatTooNew)
@@ -282,3 +284,54 @@ def test_fields_at_their_bounds_round_trip() -> None:
     assert (found.tenant, found.key, found.metadata) == (made.tenant, made.key, made.metadata)
     assert (found.version, found.size_bytes, found.created_us) == (made.version, made.size_bytes, made.created_us)
     assert found.info.created.isoformat() == "9999-12-31T23:59:59.999999+00:00"
+
+
+@given(
+    container=st.integers(CONTAINER_ID_MIN, 2**64 - 1),
+    ordinal=st.integers(0, ROWS_MAX - 1),
+    known=st.booleans(),
+)
+def test_one_segment_is_encoded_as_many_are(container: int, ordinal: int, known: bool) -> None:
+    """The short way of small blobs writes the same bytes."""
+    segments = Locations(np.array([container], np.uint64), np.array([ordinal], np.uint32))
+    given_manifest = replace(
+        samples.small_manifest(), segments=segments, known=np.array([known]), lengths=None, size_bytes=1
+    )
+    assert fmt._encode_one(given_manifest) == fmt._encode_locations(given_manifest)
+    found = decode_manifest(encode_manifest(given_manifest), "m")
+    assert (found.segments.containers[0], found.segments.ordinals[0], found.known[0]) == (container, ordinal, known)
+
+
+@pytest.mark.parametrize("ordinal", [ROWS_MAX - 1, ROWS_MAX])
+@pytest.mark.parametrize("container", [SELF, ZERO, CONTAINER_ID_MIN])
+def test_one_segment_out_of_bounds_is_refused(container: int, ordinal: int) -> None:
+    segments = Locations(np.array([container], np.uint64), np.array([ordinal], np.uint32))
+    made = replace(samples.small_manifest(), segments=segments, known=np.array([True]), lengths=None, size_bytes=1)
+    if container == CONTAINER_ID_MIN and ordinal < ROWS_MAX:
+        assert decode_manifest(encode_manifest(made), "m").segments.ordinals[0] == ordinal
+        return
+    with pytest.raises(BadInput, match="container"):
+        encode_manifest(made)
+
+
+@given(
+    metadata=st.dictionaries(
+        st.text(st.characters(exclude_categories=())), st.text(st.characters(exclude_categories=())) | st.integers()
+    ),
+    copies=st.sampled_from([1, 200, 2000, 20_000]),
+)
+@example(metadata={"escaped": "\1"}, copies=20_000)
+@example(metadata={"a": "z"}, copies=METADATA_BYTES_MAX - 9)
+@example(metadata={"a": "z"}, copies=METADATA_BYTES_MAX - 8)
+def test_metadata_are_checked_as_they_are_encoded(metadata: Any, copies: int) -> None:
+    """A batch's table is refused for the same metadata as a manifest."""
+    repeated = {name: value * copies if isinstance(value, str) else value for name, value in metadata.items()}
+
+    def problem(of: Any) -> str | None:
+        try:
+            of(repeated)
+        except BadInput as err:
+            return str(err)
+        return None
+
+    assert problem(fmt.check_metadata) == problem(fmt.encode_metadata)

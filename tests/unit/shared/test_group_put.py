@@ -12,7 +12,7 @@ import pytest
 
 from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.formats.parity_object import Scheme
-from nearkin_shared.objectstore import group_put
+from nearkin_shared.objectstore import group_put, local
 from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.group_put import put_new_many
 from nearkin_shared.objectstore.local import LocalObjectStore
@@ -130,3 +130,44 @@ def test_group_without_a_scratch_folder_is_reported(tmp_path: Path, threads: Thr
     with pytest.raises(StoreUnavailable, match="tmp"):
         put_new_many(objects, ITEMS, threads)
     assert not list(objects.names("manifests"))
+
+
+def test_folder_above_that_is_not_synced_is_synced(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder above whose sync failed for one object of a group is synced for the next one."""
+    objects = LocalObjectStore(tmp_path)
+    (tmp_path / "manifests/00").mkdir(parents=True)  # of another writer, so that it cannot be removed again
+    (tmp_path / "manifests/00/other").mkdir()
+    failures, done = [OSError(5, "input/output error")], list[str]()
+    sync, link = local.sync_folder, LocalObjectStore.link
+
+    def fail_once(folder: str | Path) -> None:
+        if str(folder) == str(tmp_path / "manifests"):
+            if failures:
+                raise failures.pop()
+            done.append("synced")
+        sync(folder)
+
+    def record_link(self: LocalObjectStore, temporary: str, final: str) -> None:
+        done.append("linked")
+        link(self, temporary, final)
+
+    monkeypatch.setattr(local, "sync_folder", fail_once)
+    monkeypatch.setattr(LocalObjectStore, "link", record_link)
+    assert put_new_many(objects, [(f"manifests/00/{name}/1.nkm", b"bytes") for name in "abc"], threads) == [True] * 3
+    assert done == ["synced", "linked", "linked"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a link to another user")
+def test_folder_of_another_users_link_is_refused(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+    """The folder of a key, which is made without a look before, is no exception."""
+    (tmp_path / "store/manifests/00").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "store/manifests/00/a"
+    link.symlink_to(tmp_path / "elsewhere")
+    os.lchown(link, 12345, 12345)
+    items = [(f"manifests/00/{name}/1.nkm", b"bytes") for name in "ab"]
+    with pytest.raises(StoreUnavailable, match="link"):
+        put_new_many(LocalObjectStore(tmp_path / "store"), items, threads)
+    assert not list((tmp_path / "elsewhere").iterdir())

@@ -90,6 +90,23 @@ def test_listing_of_an_unmounted_store_is_an_error(unmounted: LocalObjectStore) 
         list(unmounted.names("manifests"))
 
 
+def test_missing_folders_of_an_unmounted_store_are_an_error(unmounted: LocalObjectStore) -> None:
+    """A key whose folder cannot be seen is not a key without versions."""
+    with pytest.raises(StoreUnavailable, match="mount"):
+        unmounted.are_missing(["manifests/00/a"])
+
+
+def test_missing_folders_are_those_without_an_entry(tmp_path: Path) -> None:
+    """A file, a dangling link and a folder that cannot be searched are left to `names`, which reports them."""
+    store = LocalObjectStore(tmp_path)
+    store.put_new("manifests/00/there/1", b"1")
+    (tmp_path / "manifests/00/file").write_bytes(b"")
+    (tmp_path / "manifests/00/link").symlink_to("nowhere")
+    wanted = {"there": False, "file": False, "link": False, "file/below": False, "away": True, "x" * 300: False}
+    assert store.are_missing([f"manifests/00/{name}" for name in wanted]) == list(wanted.values())
+    assert store.are_missing(["manifests/01/a", "manifests/00/away"]) == [True, True]
+
+
 def test_put_into_an_unmounted_store_writes_nothing(unmounted: LocalObjectStore, tmp_path: Path) -> None:
     """I1: a put must not be acknowledged that is on the disk of the mount point."""
     with pytest.raises(StoreUnavailable, match="mount its disk again"):
