@@ -195,7 +195,8 @@ def load_figures(records: Records, pids: Mapping[str, int], chosen: argparse.Nam
 @contextmanager
 def profiles(pids: Mapping[str, int], program: Path | None, folder: Path) -> Iterator[None]:
     """Sample all processes of Python while the block runs, if a py-spy is given."""
-    sampled = {name: pid for name, pid in pids.items() if program is not None and name not in ("kafka", "redis", "bench")}
+    others = ("kafka", "redis", "bench")
+    sampled = {name: pid for name, pid in pids.items() if program is not None and name not in others}
     running = []
     for name, pid in sampled.items():
         command = [str(program), "record", "-r", "200", "-f", "raw", "-o", str(folder / f"{name}.raw"), "-p", str(pid)]

@@ -48,7 +48,7 @@ from nearkin_shared.utils.frozen import frozen
 MANIFEST_SUFFIX = ".nkm"
 MARK_SUFFIX = ".nkt"
 KEY_DIGESTS_MAX = 1024
-"""Digests of keys that are kept, some 1.2 MB with keys of 1 KiB: a commit needs that of each key of a batch four times."""
+"""Digests of keys that are kept, 1.2 MB with keys of 1 KiB: a commit needs that of each key four times."""
 _NAME = re.compile(r"([0-9a-f]{16})(?:\.nkm|\.([0-9a-f]{4})\.(nkt|nkr))")
 
 
