@@ -258,8 +258,8 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 def cpu_seconds(pid: int) -> float:
     """Return the CPU seconds that a process and its children have used."""
     process = psutil.Process(pid)
-    children = () if pid == os.getpid() else process.children(recursive=True)
-    times = [one.cpu_times() for one in (process, *children)]
+    children = [] if pid == os.getpid() else process.children(recursive=True)
+    times = [one.cpu_times() for one in [process, *children]]
     return sum(one.user + one.system for one in times)
 
 
