@@ -127,7 +127,8 @@ class Chaos:
             self._promises.check_flow(pipeline)
             if self._fleet.shards:
                 reader.check_duplicates()
-            self.report.reads, self.report.refused = reader.answers, reader.refusals
+            self.report.reads, self.report.lookups = reader.reads, reader.lookups
+            self.report.refused = reader.refusals
             self.report.problems.extend(reader.problems)
             self.report.settle_seconds = time.monotonic() - settling
             codes = pipeline.stop()
@@ -217,7 +218,7 @@ class Chaos:
             waited = time.monotonic()
             while self._promises.done < next_puts and time.monotonic() - waited < 10:
                 time.sleep(0.05)
-            while victim in OUTAGES and not reader.answers and time.monotonic() - waited < FIRST_READ_SECONDS_MAX:
+            while victim in OUTAGES and not reader.reads and time.monotonic() - waited < FIRST_READ_SECONDS_MAX:
                 time.sleep(0.05)  # an index that has nothing has nothing to lose
             self.report.kills[victim] = self.report.kills.get(victim, 0) + 1
             self._make_fail(pipeline, victim)

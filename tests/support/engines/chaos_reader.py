@@ -8,9 +8,12 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import httpx
 import numpy as np
+from numpy.typing import NDArray
 
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.config.storage import SHARDS
@@ -29,6 +32,8 @@ TIMEOUT_SECONDS = 5.0
 PROBLEMS_MAX = 10
 BLOBS_A_ROUND = 2
 NAMES_A_ROUND = 4096
+SINGLE_NAMES = 4
+"""Names in requests of their own, which shards answer while another is down."""
 COPIES = 20
 AWAY = (429, 500, 502, 503, 504)
 """Statuses of a gateway that cannot answer now."""
@@ -44,10 +49,12 @@ class ChaosReader:
         self._names: dict[int, U8] = {}
         """Names of the chunks of each container that was listed, zeros for deleted ones."""
         self._versions: dict[str, int] = {}
-        """Committed versions of accepted blobs, by key."""
+        """Committed versions by key."""
         self.problems: list[str] = []
-        self.answers = 0
-        """Number of times that all reads were answered."""
+        self.reads = 0
+        """Blobs that were read."""
+        self.lookups = 0
+        """Answers of the index shards."""
         self.refusals = 0
         """Reads that failed."""
 
@@ -56,25 +63,24 @@ class ChaosReader:
         with httpx.Client(base_url=self._promises.url, timeout=30) as client:
             while not stop.wait(PAUSE_SECONDS) and len(self.problems) < PROBLEMS_MAX:
                 try:
-                    some = self._choose(client, BLOBS_A_ROUND)
-                    for key, version, digest in some:
+                    for key, version, digest in self._choose(client, BLOBS_A_ROUND):
                         self._read(client, key, version, digest)
-                    if self._shards is not None:
-                        self._look_up(*self._shards, some)
-                    self.answers += bool(some)
-                except (httpx.HTTPError, RetryableError):
+                except httpx.HTTPError:
                     self.refusals += 1
+                if self._shards is not None:
+                    self._look_up(*self._shards)
 
     def _choose(self, client: httpx.Client, count: int) -> list[tuple[str, int, str]]:
         """Return key, version and digest of some blobs that are committed."""
         kept, found = self._promises.kept(), []
         for put in self._random.sample(kept, min(count, len(kept))):
-            version = put.created or self._versions.get(put.key)
+            version = self._versions.get(put.key) or put.created
             if version is None:
                 status = client.get(f"/v1/status/{put.accepted[0]}")
                 if status.status_code != 200 or status.json()["state"] != "committed":
                     continue
-                version = self._versions[put.key] = int(status.json()["version"])
+                version = int(status.json()["version"])
+            self._versions[put.key] = version
             found.append((put.key, version, put.digest))
         return found
 
@@ -102,13 +108,36 @@ class ChaosReader:
             self._add(f"{key} version {version}: {answer.status_code} {answer.text[:200]}")
         elif hashlib.sha256(answer.content).hexdigest() != digest:
             self._add(f"{key} version {version}: other bytes than were put")
+        else:
+            self.reads += 1
 
-    def _look_up(self, index: ShardedIndex, containers: ContainerStore, some: list[tuple[str, int, str]]) -> None:
+    def _look_up(self, index: ShardedIndex, containers: ContainerStore) -> None:
         """Ask the shards for versions, for containers, and for chunks of all containers that they list."""
-        for key, version, _ in some:
-            versions = index.versions_of(self._settings.tenant, key)
-            if version not in versions:
+        for key, version in self._random.sample(known := list(self._versions.items()), min(BLOBS_A_ROUND, len(known))):
+            versions = self._ask(lambda key=key: index.versions_of(self._settings.tenant, key))  # type: ignore[misc]
+            if versions is not None and version not in versions:
                 self._add(f"{key}: version {version} is not among {versions} of the index")
+        self._ask(lambda: self._list(index, containers))
+        if not any(map(np.any, self._names.values())):
+            return
+        names = np.concatenate(list(self._names.values()))
+        there = np.flatnonzero(names.any(axis=1))
+        drawn = self._draw.choice(there, min(NAMES_A_ROUND, len(there)), replace=False)
+        for rows in (drawn, *np.split(drawn[:SINGLE_NAMES], min(SINGLE_NAMES, len(drawn)))):
+            self._ask(lambda rows=rows: self._compare(index, names, rows))  # type: ignore[misc]
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        """Return an answer of the shards, or None if one of them did not answer."""
+        try:
+            answer = call()
+        except RetryableError:
+            self.refusals += 1
+            return None
+        self.lookups += 1
+        return answer
+
+    def _list(self, index: ShardedIndex, containers: ContainerStore) -> None:
+        """Read the names of containers that are new in the list of the first shard."""
         listed = index.container_ids().tolist()
         if lost := self._names.keys() - set(listed):
             self._add(f"containers {sorted(lost)[:3]}: the index does not list them any more")
@@ -116,14 +145,10 @@ class ChaosReader:
             if container not in self._names:
                 chunks = containers.directory(ContainerId(container)).chunks
                 self._names[container] = np.where(chunks.there[:, None], chunks.names, np.uint8(0))
-        if not self._names:
-            return
-        self._compare(index, np.concatenate(list(self._names.values())))
 
-    def _compare(self, index: ShardedIndex, known: U8) -> None:
+    def _compare(self, index: ShardedIndex, known: U8, drawn: NDArray[np.intp]) -> None:
         """Look up some chunks of the listed containers, and as many that were never put."""
-        there = np.flatnonzero(known.any(axis=1))
-        names = known[self._draw.choice(there, min(NAMES_A_ROUND, len(there)), replace=False)]
+        names = known[drawn]
         located, found = index.locate_chunks(names)
         if not found.all():
             self._add(f"{int((~found).sum())} of {len(names)} known chunks are not found")

@@ -70,9 +70,11 @@ class Report:
     """Records of the user's topic that have to be stored."""
     cut: int = 0
     reads: int = 0
-    """Number of times that all reads of some committed blobs were answered meanwhile."""
+    """Committed blobs that were read meanwhile."""
+    lookups: int = 0
+    """Answers of index shards to the reader, meanwhile."""
     refused: int = 0
-    """Reads that were not answered."""
+    """Reads and lookups that were not answered."""
     seconds: float = 0.0
     settle_seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
