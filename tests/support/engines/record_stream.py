@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
@@ -20,7 +21,7 @@ from confluent_kafka.cimpl import NewTopic
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.kafka.clients import consumer, group
 from nearkin_shared.limits import KIB
-from tests.support.engines.durability import SETTLE_SECONDS_MAX, Report, group_lag, list_versions
+from tests.support.engines.durability import CLIENTS, SETTLE_SECONDS_MAX, Report, group_lag, list_versions
 
 TOPIC = "chaos-records"
 PARTITIONS = 2
@@ -108,21 +109,26 @@ class RecordStream:
             found: dict[str, list[int]] = {}
             for key, version in sorted(list_versions(client, PREFIX)):
                 found.setdefault(key, []).append(version)
-            for key in sorted(found.keys() | self.sent.keys()):
-                self._check_key(client, key, found.get(key, []), report)
+            with ThreadPoolExecutor(CLIENTS) as threads:
+                keys = sorted(found.keys() | self.sent.keys())
+                for problems in threads.map(lambda key: self._problems_of(client, key, found.get(key, [])), keys):
+                    report.problems.extend(problems)
 
-    def _check_key(self, client: httpx.Client, key: str, versions: list[int], report: Report) -> None:
+    def _problems_of(self, client: httpx.Client, key: str, versions: list[int]) -> list[str]:
+        """Compare the versions of a key with its records; return what is wrong."""
+        problems: list[str] = []
         sent, stored = self.sent.get(key, []), list[bytes]()
         for version in versions:
             answer = client.get(f"/v1/blobs/{key}", params={"version": version})
             if answer.status_code != 200:
-                report.problems.append(f"{key} version {version}: {answer.status_code}")
+                problems.append(f"{key} version {version}: {answer.status_code}")
             stored.append(answer.content)
         if stored != sent:
-            report.problems.append(
+            problems.append(
                 f"{key}: {len(sent)} records were sent, and its {len(stored)} versions are the records "
                 f"{[sent.index(value) if value in sent else None for value in stored]}"
             )
+        return problems
 
     @staticmethod
     def _await_offsets(settings: Settings, report: Report, deadline: float) -> None:
