@@ -8,7 +8,8 @@ process, HTTP included; with a core for each shard, a group is as fast as its mo
 
     times one = processor time of the single shard / that of the most loaded shard of the group
 
-The processor time of the client is that of this process.
+The processor time of the client is that of this process. `requests`: HTTP requests of the client for each of its calls.
+Names that shards sent ahead are not kept from one pass to the next.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,21 @@ def serve(number: int, count: int, chunks: int, folder: Path, port: int) -> None
     ShardServer(ShardOptions(number, count, folder, port=port, token=TOKEN, map_bytes=GIB), store).run()
 
 
+class CountedIndex(ShardedIndex):
+    """Client that counts its requests."""
+
+    requests = 0
+
+    def _call_many(self, name: str, requests: Sequence[tuple[int, object]]) -> list[Any]:
+        self.requests += len(requests)
+        return super()._call_many(name, requests)
+
+
 class Group:
     """Shards of one count, and their client."""
 
-    def __init__(self, index: ShardedIndex, pids: Sequence[int]) -> None:
-        self.index = index
+    def __init__(self, connect: Callable[[], CountedIndex], pids: Sequence[int]) -> None:
+        self.connect = connect
         self._clocks = [(~pid << 3) | 2 for pid in pids]  # clock_getcpuclockid(3): nanoseconds, ended threads included
 
     def cpu_seconds(self) -> list[float]:
@@ -99,13 +110,12 @@ def group(folder: Path, count: int, chunks: int) -> Iterator[Group]:
         )
         for number, port in enumerate(ports)
     ]
-    index = ShardedIndex([f"http://{LOOPBACK}:{port}" for port in ports], STORE_ID, DOMAIN, TOKEN)
+    urls = [f"http://{LOOPBACK}:{port}" for port in ports]
     try:
         for port in ports:
             _await_ready(port)
-        yield Group(index, [shard.pid for shard in shards])
+        yield Group(lambda: CountedIndex(urls, STORE_ID, DOMAIN, TOKEN), [shard.pid for shard in shards])
     finally:
-        index.close()
         for shard in shards:
             shard.terminate()
         for shard in shards:
@@ -126,18 +136,20 @@ def _await_ready(port: int) -> None:
 
 
 def measure_lookups(groups: dict[int, Group], names: U8, batch: int, *, is_known: bool) -> dict[int, list[float]]:
-    """Return the processor time of each shard of each group, and of the client, for one pass over the names."""
+    """Return the processor time of each shard of each group, of the client, and the requests, for one pass."""
     found = {}
     for count, one in groups.items():
-        before = one.cpu_seconds()
-        look_up(one.index.locate_chunks, names, batch, is_known)
-        found[count] = [after - start for after, start in zip(one.cpu_seconds(), before, strict=True)]
+        with closing(one.connect()) as index:
+            before = one.cpu_seconds()
+            look_up(index.locate_chunks, names, batch, is_known)
+            used = [after - start for after, start in zip(one.cpu_seconds(), before, strict=True)]
+            found[count] = [*used, index.requests]
     return found
 
 
 def row_of(what: str, batch: int, count: int, names: int, rounds: Sequence[dict[int, list[float]]]) -> dict[str, Any]:
     """Return medians over the repetitions of one group."""
-    *of_shards, of_client = zip(*(one[count] for one in rounds), strict=True)
+    *of_shards, of_client, requests = zip(*(one[count] for one in rounds), strict=True)
     loads = list(zip(*of_shards, strict=True))
     times_one = [one[1][0] / max(load) for one, load in zip(rounds, loads, strict=True)]
     return {
@@ -146,6 +158,7 @@ def row_of(what: str, batch: int, count: int, names: int, rounds: Sequence[dict[
         "shards": count,
         "cpu_us_a_name": round(statistics.median(map(sum, loads)) / names * 1e6, 3),
         "client_cpu_us_a_name": round(statistics.median(of_client) / names * 1e6, 3),
+        "requests_a_call": round(statistics.median(requests) / -(-names // batch), 2),
         "most_loaded_share": round(statistics.median(max(load) / sum(load) for load in loads), 4),
         "times_one": round(statistics.median(times_one), 2),
         "times_one_least": round(min(times_one), 2),
@@ -186,11 +199,11 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(given.chunks, [int(one) for one in given.batches.split(",")], given.rounds, Path(folder))
-    titles = f"{'CPU us a name':>14} {'client':>7} {'most loaded':>12} {'times one':>10}"
+    titles = f"{'CPU us a name':>14} {'client':>7} {'requests':>9} {'most loaded':>12} {'times one':>10}"
     print(f"{'names':8} {'batch':>6} {'shards':>6} {titles}")
     for row in rows:
         line = f"{row['what']:8} {row['batch']:6} {row['shards']:6} {row['cpu_us_a_name']:14.3f}"
-        line = f"{line} {row['client_cpu_us_a_name']:7.3f}"
+        line = f"{line} {row['client_cpu_us_a_name']:7.3f} {row['requests_a_call']:9.2f}"
         times_one = f"{row['times_one']:5.2f} ({row['times_one_least']}, {row['times_one_most']})"
         print(f"{line} {row['most_loaded_share']:12.1%} {times_one}")
     if given.json:

@@ -7,19 +7,25 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import httpx
 import numpy as np
 import pytest
 
 from nearkin import open_store
-from nearkin.lab.generated_data import mutate, text_like
+from nearkin.block_recoder import BlockRecoder
+from nearkin.lab.generated_data import mutate, random_bytes, text_like
 from nearkin.local.index_recovery import super_features_of
 from nearkin.workers.index_shard import shard_store
 from nearkin_index.shard_server import ShardOptions, open_complete
+from nearkin_maintenance import Rewriter
 from nearkin_maintenance.domain_owners import DomainOwners
+from nearkin_maintenance.gc.gc_worker import GcWorker, GcWorkerPorts
 from nearkin_maintenance.index_rebuild import entries_of_container
 from nearkin_shared.config.settings import Settings
+from nearkin_shared.config.storage import GcSettings
 from nearkin_shared.errors import BadInput, ConfigError, StoreUnavailable
 from nearkin_shared.fingerprints import Fingerprinter, domain_of
 from nearkin_shared.index.container_entries import ContainerEntries
@@ -43,7 +49,9 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.store = folder, folder / "store"
-        self.settings: Settings = chosen(SMALL, {"store": str(self.store), "index": {"map_bytes": 64 * MIB}})
+        self.settings: Settings = chosen(
+            SMALL, {"store": str(self.store), "index": {"map_bytes": 64 * MIB}, "deletion": {"undelete_seconds": 0}}
+        )
         with open_store(self.store, settings=self.settings, create=True) as opened:
             content = text_like(300_000, 1)
             for version in range(6):
@@ -100,6 +108,7 @@ class Fleet:
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     fleet = Fleet(tmp_path)
+    fleet.shards[0].give_new_lease()
     try:
         for shard in fleet.shards:
             shard.start()
@@ -214,6 +223,56 @@ def test_reported_container_is_dropped_if_it_is_missing(fleet: Fleet) -> None:
     assert not index.locate_chunks(lost.directory.chunks.names)[1].any()
     assert int(lost.directory.container) not in index.container_ids().tolist()
     index.close()
+
+
+def test_gc_run_leaves_no_held_name_of_freed_data(fleet: Fleet) -> None:
+    """A worker that held names of a deleted version finds none of them once the run has withdrawn them."""
+    with open_store(fleet.store, settings=fleet.settings) as opened:
+        opened.put("dead", random_bytes(400_000, 9))
+    for shard in fleet.shards:
+        shard.stop()
+        shard.start()
+    objects = open_store_of(fleet.settings)[0]
+    containers = ContainerStore(objects, fleet.domain, 8 * MIB)
+    known = {int(one.directory.container) for one in fleet.entries}
+    dead = np.concatenate([containers.directory(one).chunks.names for one, _ in containers.ids() if one not in known])
+    with open_store(fleet.store, settings=fleet.settings) as opened:
+        opened.delete("dead")
+    index, reader, now, found = fleet.client(retries=5), fleet.client(), time.time(), list[bool]()
+    assert index.locate_chunks(dead)[1].all()
+
+    def withdraw(*removals: Any) -> None:
+        for _ in range(3):  # hold them, and use what is held
+            reader.locate_chunks(dead)
+        ShardedIndex.withdraw(index, *removals)
+        found.append(bool(reader.locate_chunks(dead)[1].any()))
+
+    with closing(index), closing(reader), mock.patch.object(index, "withdraw", withdraw):
+        stored = len(list(containers.ids()))
+        for hours in (1, 3, 5):
+            worker = gc_worker(fleet, index, now + 3600 * hours)
+            assert worker.run_once() is not None
+    assert found
+    assert not any(found)
+    assert len(list(containers.ids())) < stored, "nothing was deleted"
+
+
+def gc_worker(fleet: Fleet, index: ShardedIndex, now: float) -> GcWorker:
+    """Return the GC worker of a maintenance worker, whose clock is fixed."""
+    objects, found = open_store_of(fleet.settings)
+    secret, manifests = bytes.fromhex(found.secret), ManifestStore(objects)
+
+    def fingerprinter(tenant: str) -> Fingerprinter:
+        return Fingerprinter(secret, tenant, found.fingerprint_bits)
+
+    owners = DomainOwners(fingerprinter, [fleet.settings.tenant], manifests)
+
+    def rewriter(containers: ContainerStore) -> Rewriter:
+        return Rewriter(containers, owners, fingerprinter(fleet.settings.tenant), BlockRecoder(fleet.settings))
+
+    gc = GcSettings(grace_seconds=3600, interval_seconds=60, trust_clock=True)
+    ports = GcWorkerPorts(lambda: gc, lambda over: ContainerStore(over, fleet.domain, 8 * MIB), rewriter)
+    return GcWorker(index, objects, ports, clock=lambda: now)
 
 
 def test_shard_behind_a_gc_generation_is_rebuilt(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -27,13 +28,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from nearkin_index.name_grants import NameGrants
 from nearkin_index.shard_index import ShardIndex
 from nearkin_index.state_file import StateFile
 from nearkin_shared.errors import BadInput, IndexDamaged, NearkinError, PermanentError
 from nearkin_shared.index.protocols import ContainerSummary
 from nearkin_shared.index.shards import shard_messages as messages
-from nearkin_shared.index.shards.shard_messages import BODY_BYTES_MAX, SHARD_HEADER, numbers_of
+from nearkin_shared.index.shards.shard_messages import BODY_BYTES_MAX, CARRIED_BYTES_MAX, SHARD_HEADER, numbers_of
 from nearkin_shared.index.shards.state_messages import STATE_REQUESTS
+from nearkin_shared.types import Bools, Locations
 
 CALLS_PATH = "/v1/"
 _POSITION = SHARD_HEADER.encode()
@@ -76,6 +79,7 @@ class ShardCalls:
         """`container_ids`: lists the containers of the store."""
         self._index = index
         self._container_ids = container_ids
+        self._grants = NameGrants()
         self._writing = threading.Lock()
         self._calls: Calls = {
             name: getattr(self, name) for name in messages.REQUESTS.keys() - STATE_REQUESTS.keys() - {"ready"}
@@ -91,12 +95,29 @@ class ShardCalls:
         Raises: NearkinError.
         """
         request: messages.Lookup = messages.decode_request(call, body)
+        grant = self._granted(request)
         found = self._index.at_once(request.table, request.rows)
-        return None if found is None else messages.encode(messages.Located.of(*found))
+        return None if found is None else messages.encode(self._located(request, grant, *found))
 
     def locate(self, request: messages.Lookup) -> messages.Located:
         """Look up keys."""
-        return messages.Located.of(*self._index.at(request.table, request.rows))
+        grant = self._granted(request)
+        return self._located(request, grant, *self._index.at(request.table, request.rows))
+
+    def _granted(self, request: messages.Lookup) -> bytes:
+        """Return the grant for an answer, before it is read; empty if it carries no names."""
+        return self._grants.give() if request.carry_bytes and request.table != "features" else b""
+
+    def _located(self, request: messages.Lookup, grant: bytes, locations: Locations, found: Bools) -> messages.Located:
+        """Return an answer, with names of the last hit's container and of the next ones."""
+        if not grant:
+            return messages.Located.of(locations, found)
+        hits = np.flatnonzero(found)
+        rows = None
+        if len(hits):
+            last = int(locations.containers[hits[-1]])
+            rows = self._index.carried(request.table, last, min(request.carry_bytes, CARRIED_BYTES_MAX))
+        return messages.Located.of(locations, found, messages.Carried.of(grant, rows))
 
     def publish(self, request: messages.Publication) -> None:
         """Add entries of containers."""
@@ -104,11 +125,12 @@ class ShardCalls:
             self._index.add_parts(request.parts)
 
     def withdraw(self, request: messages.Withdrawal) -> None:
-        """Withdraw entries of containers."""
+        """Withdraw entries of containers; return when no client may find them among carried names."""
         chunks = {one: None if data is None else numbers_of(data) for one, data in request.chunks.items()}
         segments = {one: numbers_of(data) for one, data in request.segments.items()}
         with self._writing:
             self._index.withdraw(chunks, segments, request.containers)
+        self._grants.end()
 
     def renew(self, request: ContainerSummary) -> None:
         """Replace the summary of a container."""

@@ -18,13 +18,25 @@ from nearkin_shared.index.lmdb.entry_encoding import decode_fields, encode_field
 from nearkin_shared.index.lmdb.lmdb_index import LmdbIndex
 from nearkin_shared.index.protocols import ContainerSummary
 from nearkin_shared.index.shards.key_ranges import owners_of_names
-from nearkin_shared.index.shards.shard_messages import ROWS_A_PAGE, ContainerPart, numbers_of
+from nearkin_shared.index.shards.shard_messages import (
+    CARRIED_BYTES_MAX,
+    ROWS_A_PAGE,
+    CarriedRows,
+    ContainerPart,
+    numbers_of,
+)
+from nearkin_shared.index.tablets.container_tags import tags_of_segments
+from nearkin_shared.index.tablets.tablet_cache import NotCached, Tablet
 from nearkin_shared.index.tablets.tablet_tables import Directories, TabletOptions, TabletTables
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, Bools, ContainerId, Locations
 
 KEYS_AT_ONCE = {"chunks": 1 << 14, "segments": 1 << 8}
 """Keys that are looked up between two steps of the server's loop, in at most some 10 ms: names of chunks are in memory;
 each segment may read a row of LMDB from the disk, super-features several."""
+
+
+CARRIED_CONTAINERS_MAX = 64
+"""Containers of one answer whose other names it carries."""
 
 
 class OwnDirectories:
@@ -83,6 +95,45 @@ class ShardIndex(LmdbIndex):
             return self.tablets.locate_at_once(keys)
         with self._reading(buffers=True) as txn:
             return self.tablets.locate_at_once(keys, txn)
+
+    def carried(self, table: str, container: int, bytes_max: int) -> CarriedRows | None:
+        """Return what lookups find in a container and the next ones, of those in memory.
+
+        The first is given also above `bytes_max`, up to the bound of an answer.
+        """
+        tablets, containers, used_bytes = list[Tablet](), list[int](), 0
+        with self._reading(buffers=True) as txn:
+            cursor = txn.cursor(self._containers)
+            is_there = cursor.set_key(container.to_bytes(8, "big"))
+            while is_there and len(tablets) < CARRIED_CONTAINERS_MAX:
+                container = int.from_bytes(cursor.key(), "big")
+                tablet = self._cached_tablet(txn, table, container)
+                used_bytes += 0 if tablet is None else tablet.names.nbytes
+                if tablet is None or used_bytes > (bytes_max if tablets else CARRIED_BYTES_MAX):
+                    break
+                tablets.append(tablet)
+                containers.append(container)
+                is_there = cursor.next()
+        if not tablets:
+            return None
+        owners = np.repeat(np.array(containers, np.uint64), [len(tablet.tags) for tablet in tablets])
+        is_only = self.tablets.only_in(owners, np.concatenate([tablet.tags for tablet in tablets]))
+        if is_only is None:
+            return None
+        keys = np.concatenate([tablet.names for tablet in tablets])
+        ordinals = np.concatenate([tablet.ordinals for tablet in tablets])
+        return CarriedRows(keys[is_only], owners[is_only], ordinals[is_only])
+
+    def _cached_tablet(self, txn: Any, table: str, container: int) -> Tablet | None:
+        """Return the found names or segment ids of a container; None if they must be read."""
+        if table == "segments":
+            ids = self.tablets.segment_ids(txn, container)
+            ordinals = np.flatnonzero(ids.any(axis=1)).astype(np.uint32)
+            return Tablet(ids[ordinals], tags_of_segments(ids[ordinals]), ordinals)
+        try:
+            return self.tablets.tablets.get_cached(container)
+        except NotCached:
+            return None
 
     def add_parts(self, parts: Sequence[ContainerPart]) -> None:
         """Add the entries of durable containers in one transaction; existing entries stay."""

@@ -54,7 +54,7 @@ class ShelvedShards(ShardedIndex):
     """Index whose containers are on the shelf before they are published, as a writer does it."""
 
     def __init__(self, shelf: ContainerShelf, servers: Sequence[ShardServer], urls: Sequence[str]) -> None:
-        self.shelf, self.servers = shelf, servers
+        self.shelf, self.servers, self.urls = shelf, servers, urls
         super().__init__(urls, STORE_ID, samples.DOMAIN, TOKEN, retries=2)
 
     def publish_many(self, many: Sequence[ContainerEntries]) -> None:

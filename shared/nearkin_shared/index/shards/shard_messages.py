@@ -7,7 +7,7 @@ Invariant: the lengths in a decoded message agree; a reader need not check them 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,12 +18,15 @@ from nearkin_shared.index.catalog import CatalogEntry
 from nearkin_shared.index.container_entries import FEATURE_KEY_BYTES
 from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary, MarkedVersion
 from nearkin_shared.index.shards.state_messages import STATE_ANSWERS, STATE_REQUESTS
-from nearkin_shared.limits import MIB
+from nearkin_shared.limits import KIB, MIB
 from nearkin_shared.types import NAME_BYTES, SEGMENT_ID_BYTES, U8, U32, U64, Bools, Locations
 
 BODY_BYTES_MAX = 64 * MIB
 KEYS_A_REQUEST = 1 << 17
 ROWS_A_PAGE = 10_000
+CARRIED_BYTES_MAX = 256 * KIB
+"""Carried names of one answer: chunks of some 57 MiB."""
+GRANT_BYTES_MAX = 64
 SHARD_HEADER = "nearkin-shard"
 KEY_BYTES = {"chunks": NAME_BYTES, "segments": SEGMENT_ID_BYTES, "features": FEATURE_KEY_BYTES}
 
@@ -34,11 +37,24 @@ Table = Literal["chunks", "segments", "features"]
 Name = Annotated[str, Meta(max_length=4096)]
 
 
+class CarriedRows(NamedTuple):
+    """Keys, the container of each, and its ordinal there; those of one container together."""
+
+    keys: U8
+    containers: U64
+    ordinals: U32
+
+
 class Lookup(Struct, frozen=True):
-    """Keys of one table, one after another."""
+    """Keys of one table, one after another.
+
+    `carry_bytes`: so many bytes of other names the answer may carry. A shard of an earlier release does not
+    know it, and carries none.
+    """
 
     table: Table
     keys: bytes
+    carry_bytes: Id = 0
 
     @property
     def rows(self) -> U8:
@@ -49,18 +65,66 @@ class Lookup(Struct, frozen=True):
         return np.frombuffer(self.keys, np.uint8).reshape(-1, width)
 
 
-class Located(Struct, frozen=True):
+class Carried(Struct, frozen=True):
+    """Grant of a shard, and names in the last hit's container and the next ones.
+
+    `counts`: names of each container, 4 bytes each; `ordinals` and `keys` of all of them. While a shard gives the same
+    grant, it has withdrawn nothing.
+    """
+
+    grant: Annotated[bytes, Meta(min_length=1, max_length=GRANT_BYTES_MAX)]
+    containers: bytes = b""
+    counts: bytes = b""
+    ordinals: bytes = b""
+    keys: bytes = b""
+
+    def __post_init__(self) -> None:
+        """Raise BadInput where lengths disagree."""
+        if len(self.containers) != 2 * len(self.counts) or len(self.keys) > CARRIED_BYTES_MAX:
+            raise BadInput(f"carried: {len(self.containers)} bytes of containers, {len(self.keys)} of names")
+        if int(numbers_of(self.counts).sum(dtype=np.uint64)) != len(numbers_of(self.ordinals)):
+            raise BadInput(f"carried: {len(self.ordinals)} bytes of ordinals are not those of its containers")
+
+    @staticmethod
+    def of(grant: bytes, rows: CarriedRows | None) -> Carried:
+        """Return rows as a message; None is none."""
+        if rows is None or not len(rows.keys):
+            return Carried(grant)
+        starts = np.flatnonzero(np.diff(rows.containers, prepend=~rows.containers[:1]))
+        return Carried(
+            grant,
+            rows.containers[starts].astype("<u8").tobytes(),
+            bytes_of(np.diff(starts, append=len(rows.keys)).astype(np.uint32)),
+            bytes_of(rows.ordinals),
+            rows.keys.tobytes(),
+        )
+
+    def rows(self, table: Table) -> CarriedRows:
+        """Return the rows. Raises BadInput."""
+        ordinals, width = numbers_of(self.ordinals), KEY_BYTES[table]
+        if len(self.keys) != len(ordinals) * width:
+            raise BadInput(f"carried: {len(self.keys)} bytes for {len(ordinals)} names of {width} bytes")
+        containers = np.frombuffer(self.containers, "<u8").astype(np.uint64)
+        keys = np.frombuffer(self.keys, np.uint8).reshape(-1, width)
+        return CarriedRows(keys, np.repeat(containers, numbers_of(self.counts)), ordinals)
+
+
+class Located(Struct, frozen=True, omit_defaults=True):
     """Locations of a lookup, row by row."""
 
     containers: bytes
     ordinals: bytes
     found: bytes
+    carried: Carried | None = None
 
     @staticmethod
-    def of(locations: Locations, found: Bools) -> Located:
+    def of(locations: Locations, found: Bools, carried: Carried | None = None) -> Located:
         """Return the answer of a lookup."""
         return Located(
-            locations.containers.astype("<u8").tobytes(), locations.ordinals.astype("<u4").tobytes(), found.tobytes()
+            locations.containers.astype("<u8").tobytes(),
+            locations.ordinals.astype("<u4").tobytes(),
+            found.tobytes(),
+            carried,
         )
 
     def columns(self, count: int) -> tuple[U64, U32, Bools]:

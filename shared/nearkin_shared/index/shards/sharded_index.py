@@ -1,6 +1,7 @@
 """Index of a fleet in shards, as its clients see it.
 
-    a batch of keys -> one request to each shard that has some -> one answer, in the order of the batch
+    a batch of keys -> those that earlier answers carried (`held_names`)
+                    -> one request to each shard that has some of the others -> one answer, in the order of the batch
 
 The first shard has the catalog too. A container is published in the other shards first, so that one which the first
 shard lists has all its entries.
@@ -21,7 +22,8 @@ from nearkin_shared.index.catalog import CatalogEntry, entry_of
 from nearkin_shared.index.container_entries import ContainerEntries, feature_keys
 from nearkin_shared.index.protocols import CollectedVersion, ContainerSummary, MarkedVersion
 from nearkin_shared.index.shards import shard_messages as messages
-from nearkin_shared.index.shards.key_ranges import SHARDS_MAX, part_of, rows_by_owner
+from nearkin_shared.index.shards.held_names import HeldNames, now_seconds
+from nearkin_shared.index.shards.key_ranges import SHARDS_MAX, owners_of_keys, part_of, rows_by_owner
 from nearkin_shared.index.shards.shard_connection import RETRIES, TIMEOUT_SECONDS, ShardCall, ShardConnection
 from nearkin_shared.index.shards.shard_messages import KEYS_A_REQUEST, ROWS_A_PAGE, bytes_of
 from nearkin_shared.index.shards.shard_shared_state import SCOPE, STATE_TIMEOUT_SECONDS, ShardSharedState
@@ -61,6 +63,7 @@ class ShardedIndex:
         if not 1 <= len(urls) <= SHARDS_MAX:
             raise ConfigError(f"index shards: {len(urls)} URLs; give 1 to {SHARDS_MAX}, one a shard in their order")
         self._domain = domain
+        self._held = HeldNames(len(urls))
         self._shards = [
             ShardConnection(
                 url, f"{number}/{len(urls)}/{store_id}", token, timeout_seconds=timeout_seconds, retries=retries
@@ -74,10 +77,10 @@ class ShardedIndex:
     def for_domain(self, domain: bytes) -> ShardedIndex:
         """Return the index seen from another domain.
 
-        It shares the connections: close only one of them.
+        It shares the connections and the held names: close only one of them.
         """
         other = ShardedIndex.__new__(ShardedIndex)
-        other._domain, other._shards = domain, self._shards
+        other._domain, other._shards, other._held = domain, self._shards, self._held
         other.state = self.state
         return other
 
@@ -121,15 +124,28 @@ class ShardedIndex:
         return locations, found
 
     def _locate(self, table: messages.Table, keys: U8) -> tuple[Locations, Bools]:
-        locations, found = Locations.empty(len(keys)), np.zeros(len(keys), np.bool_)
+        count = len(self._shards)
+        if self._held.is_empty(table):
+            locations, found = Locations.empty(len(keys)), np.zeros(len(keys), np.bool_)
+            by_owner = rows_by_owner(table, keys, count)
+        else:
+            locations, found = self._held.find(table, keys, owners_of_keys(table, keys, count))
+            missing = np.flatnonzero(~found)
+            by_owner = [missing[rows] for rows in rows_by_owner(table, keys[missing], count)]
         asked = [
             (number, own[at : at + KEYS_A_REQUEST])
-            for number, own in enumerate(rows_by_owner(table, keys, len(self._shards)))
+            for number, own in enumerate(by_owner)
             for at in range(0, len(own), KEYS_A_REQUEST)
         ]
-        requests = [(number, messages.Lookup(table, keys[rows].tobytes())) for number, rows in asked]
-        for (_, rows), answer in zip(asked, self._call_many("locate", requests), strict=True):
+        requests = [
+            (number, messages.Lookup(table, keys[rows].tobytes(), self._held.budget(table, number)))
+            for number, rows in asked
+        ]
+        requested_at = now_seconds()
+        for (number, rows), answer in zip(asked, self._call_many("locate", requests), strict=True):
             locations.containers[rows], locations.ordinals[rows], found[rows] = answer.columns(len(rows))
+            if answer.carried is not None:
+                self._held.note(number, table, answer.carried, requested_at)
         return locations, found
 
     # --- entries -----------------------------------------------------------------------------------------------------

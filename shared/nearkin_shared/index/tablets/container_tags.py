@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from nearkin_shared.errors import RetryableError
 from nearkin_shared.index.tablets import hook_levels
 from nearkin_shared.index.tablets.hook_levels import HookLevels
+from nearkin_shared.index.tablets.tablet_cache import words_of
 from nearkin_shared.index.tablets.tag_snapshot import TagSnapshot
-from nearkin_shared.kernels.tag_table import NUMBER_MAX, TagTable
-from nearkin_shared.types import U64, distinct
+from nearkin_shared.kernels.tag_table import NUMBER_MAX, TagTable, tag_mixes
+from nearkin_shared.types import U8, U64, distinct
 
 _IDS_MIN = 64
 _BYTES_A_NUMBER = 9
@@ -25,6 +26,9 @@ _BYTES_A_SORTED = 16
 _BYTES_A_RECENT = 100
 RECENT_MAX = 4096
 """Containers that are found by a dict, at 100 bytes each, until they are merged into the sorted ids, at 16."""
+_SEGMENT_TAG_AT = 12
+_SEGMENT_MIXES = np.arange(1, 16, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+"""Keep the tags of segments apart from those of chunks; each is a choice of a segment's tag."""
 BYTES_A_TAG = 5.7
 """Memory for a tag in a table that is about to grow."""
 
@@ -227,3 +231,14 @@ class ContainerTags:
             number = self._number(container)
             if number is not None:
                 self.hooks.mark_stable(number)
+
+
+def tags_of_segments(ids: U8) -> U64:
+    """Return the tags of segments: of eight mixes of an id the one with the highest level.
+
+    Segments are fewer than chunks, so that they have more hooks.
+    """
+    choices = words_of(ids, _SEGMENT_TAG_AT) ^ _SEGMENT_MIXES[:, None]
+    best = tag_mixes(choices.ravel()).reshape(choices.shape).argmin(axis=0)
+    tags: U64 = choices[best, np.arange(len(ids))]
+    return tags

@@ -37,12 +37,12 @@ from nearkin_shared.index.lmdb.entry_tables import SHAPES, TABLETS_MARKER, Entry
 from nearkin_shared.index.lmdb.environments import damage_error
 from nearkin_shared.index.lmdb.lmdb_removal import Removals, find_keys, is_removed
 from nearkin_shared.index.tablets import hook_levels
-from nearkin_shared.index.tablets.container_tags import BYTES_A_TAG, ContainerTags
+from nearkin_shared.index.tablets.container_tags import BYTES_A_TAG, ContainerTags, tags_of_segments
 from nearkin_shared.index.tablets.hook_levels import HookLevels
 from nearkin_shared.index.tablets.tablet_cache import CachePolicy, NotCached, Tablet, TabletCache, words_of
 from nearkin_shared.index.tablets.tablet_search import RECENT_MAX, RecentContainers, TabletOf, TabletSearch, champions
 from nearkin_shared.index.tablets.tag_snapshot import TagSnapshot, read_snapshot, write_snapshot
-from nearkin_shared.kernels.tag_table import FILTER_BITS_MAX, tag_mixes
+from nearkin_shared.kernels.tag_table import FILTER_BITS_MAX
 from nearkin_shared.limits import MIB
 from nearkin_shared.observability import counters
 from nearkin_shared.results import IndexReport
@@ -53,9 +53,7 @@ _log = logging.getLogger("nearkin")
 _META = b"tablets"
 _STATE = Struct("<Q16s")
 _NO_STATE = _STATE.pack(0, bytes(16))
-_CHECK_TAG_AT, _SEGMENT_TAG_AT = 20, 12
-_SEGMENT_MIXES = np.arange(1, 16, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-"""Keep the tags of segments apart from those of chunks; each is a choice of a segment's tag."""
+_CHECK_TAG_AT = 20
 SPARSE = 3
 """A snapshot that takes a third of the memory for tags is not used if it has hooks alone."""
 _ALL = np.array([0xFFFFFFFF], np.uint32)
@@ -154,7 +152,7 @@ class TabletTables(EntryTables):
     def _synced(self, txn: Any) -> ContainerTags:
         """Return the tags as the transaction has the index; another process may have changed it."""
         row = bytes(txn.get(_META, _NO_STATE, db=self._meta))
-        if self._tags is not None and _changes_of(row) < _changes_of(self._seen):
+        if self._tags is not None and _unpacked(row)[0] < _unpacked(self._seen)[0]:
             return self._tags  # of a reader that waited: memory has durable entries, later than its view
         if self._tags is None or _state_of(row) not in self._states:
             self._tags = None
@@ -226,7 +224,7 @@ class TabletTables(EntryTables):
         else:
             found = self._find(tags, tablet.names, tablet.tags, self._chunk_tablet)[1]
             tags.put(container, tablet.tags[~found])
-        ids = self._segment_ids(txn, container)
+        ids = self.segment_ids(txn, container)
         ids = ids[ids.any(axis=1)]
         segment_tags = tags_of_segments(ids)
         tags.put(container, segment_tags[~self._find(tags, ids, segment_tags, self._segment_reader(txn))[1]])
@@ -266,6 +264,20 @@ class TabletTables(EntryTables):
             )
         except NotCached:
             return None
+        finally:
+            self._lock.release()
+
+    def only_in(self, containers: U64, key_tags: U64) -> Bools | None:
+        """Return which keys only these containers may have; None if busy or with hooks."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if self._tags is None or self._written is not None or not self._tags.hooks.are_zero:
+                return None
+            rows, named = self._tags.candidates(key_tags)
+            is_only: Bools = np.bincount(rows, minlength=len(key_tags)) == 1
+            is_only[rows[named != containers[rows]]] = False
+            return is_only
         finally:
             self._lock.release()
 
@@ -317,10 +329,11 @@ class TabletTables(EntryTables):
 
     def _segment_tablet(self, txn: Any, container: int) -> Tablet:
         counters.INDEX_READS.add(1, "segments")
-        ids = self._segment_ids(txn, container)
+        ids = self.segment_ids(txn, container)
         return Tablet.make(ids, tags_of_segments(ids), np.arange(len(ids), dtype=np.uint32))
 
-    def _segment_ids(self, txn: Any, container: int) -> U8:
+    def segment_ids(self, txn: Any, container: int) -> U8:
+        """Return the segment ids of a container in stream order, zeros for one that is not found."""
         data = np.frombuffer(bytes(txn.get(_key(container), b"", db=self._segments_db)), np.uint8)
         if len(data) % SEGMENT_ID_BYTES:
             raise damage_error(f"segments of container {container:016x} have {len(data)} bytes")
@@ -399,7 +412,7 @@ class TabletTables(EntryTables):
 
     def _restored_ids(self, txn: Any, container: int, ids: U8, is_new: Bools) -> U8:
         """Return the segment ids of a published container with those that are found again."""
-        before = self._segment_ids(txn, container)
+        before = self.segment_ids(txn, container)
         known = np.zeros((max(len(ids), len(before)), SEGMENT_ID_BYTES), np.uint8)
         known[: len(before)] = before
         rows = np.flatnonzero(is_new)
@@ -481,7 +494,7 @@ class TabletTables(EntryTables):
                 tags.remove(container, name_tags[rows[containers == np.uint64(container)]])
 
     def _erase_segments(self, txn: Any, tags: ContainerTags, container: int, ordinals: U32 | None) -> None:
-        ids = self._segment_ids(txn, container)
+        ids = self.segment_ids(txn, container)
         rows = np.arange(len(ids)) if ordinals is None else ordinals[ordinals < len(ids)]
         if len(rows):
             tags.remove(container, tags_of_segments(ids[rows]))
@@ -563,10 +576,6 @@ def _state_of(row: bytes) -> bytes:
     return _unpacked(row)[1]
 
 
-def _changes_of(row: bytes) -> int:
-    return _unpacked(row)[0]
-
-
 def _unpacked(row: bytes) -> tuple[int, bytes]:
     if len(row) != _STATE.size:
         raise damage_error(f"its state has {len(row)} bytes")
@@ -582,17 +591,6 @@ def _ordinals_of(name: bytes, data: bytes) -> U32:
 
 def _key(container: int) -> bytes:
     return container.to_bytes(8, "big")
-
-
-def tags_of_segments(ids: U8) -> U64:
-    """Return the tags of segments: of eight mixes of an id the one with the highest level.
-
-    Segments are fewer than chunks, so that they have more hooks.
-    """
-    choices = words_of(ids, _SEGMENT_TAG_AT) ^ _SEGMENT_MIXES[:, None]
-    best = tag_mixes(choices.ravel()).reshape(choices.shape).argmin(axis=0)
-    tags: U64 = choices[best, np.arange(len(ids))]
-    return tags
 
 
 def _empty(width: int) -> Tablet:
