@@ -12,6 +12,7 @@ import pytest
 from nearkin_shared.errors import BadInput
 from nearkin_shared.index.shards import held_names, shard_messages
 from nearkin_shared.index.shards.held_names import (
+    ANSWERS_WITHOUT,
     CARRIED_BYTES_FIRST,
     CARRIED_BYTES_MIN,
     HELD_SECONDS,
@@ -113,7 +114,7 @@ def test_names_beyond_the_bound_replace_the_oldest(clock: Clock) -> None:
 
 
 def test_budget_follows_the_use_of_carried_names(clock: Clock) -> None:
-    """It doubles up to the bound of an answer while names are used, and halves while they are not."""
+    """It doubles up to the bound of an answer while names are used, halves while they are not, and pauses."""
     held = HeldNames(SHARDS)
     assert held.budget("chunks", 0) == CARRIED_BYTES_FIRST
     for seed in range(6):
@@ -124,7 +125,7 @@ def test_budget_follows_the_use_of_carried_names(clock: Clock) -> None:
     assert held.budget("chunks", 1) == CARRIED_BYTES_FIRST
     for seed in range(6):
         held.note(0, "chunks", carried(b"a", names_of(0, 100, seed)), clock.seconds)
-    assert held.budget("chunks", 0) == CARRIED_BYTES_MIN
+    assert [held.budget("chunks", 0) for _ in range(ANSWERS_WITHOUT + 1)] == [0] * ANSWERS_WITHOUT + [CARRIED_BYTES_MIN]
     assert held.budget("features", 0) == 0
 
 

@@ -29,6 +29,8 @@ HELD_SECONDS = 1.0
 GRANT_SECONDS = 1.25
 """The same in the shard, whose clock may be a quarter faster."""
 CARRIED_BYTES_MIN, CARRIED_BYTES_FIRST = 16 * KIB, 32 * KIB
+ANSWERS_WITHOUT = 15
+"""Answers that carry no names after one of CARRIED_BYTES_MIN that was not used: lookups follow no stream."""
 NAMES_MAX = {"chunks": 1 << 17, "segments": 1 << 15}
 """Names that a client holds, at most 16 MB; half of them are dropped at once."""
 
@@ -49,6 +51,7 @@ class _HeldTable:
         self._carried, self._used = np.zeros(shards, np.int64), np.zeros(shards, np.int64)
         """Names of each shard's last answer that carried some, and rows found since then."""
         self._budgets = np.full(shards, CARRIED_BYTES_FIRST)
+        self._without = np.zeros(shards, np.int64)
         self.clear()
 
     def clear(self) -> None:
@@ -57,6 +60,9 @@ class _HeldTable:
 
     def budget(self, shard: int) -> int:
         """Return the bytes that the shard's next answer may carry."""
+        if self._without[shard]:
+            self._without[shard] -= 1
+            return 0
         return int(self._budgets[shard])
 
     def count_used(self, owners: Owners) -> None:
@@ -67,6 +73,7 @@ class _HeldTable:
         """Add the names of an answer; the budget grows if those of the answer before were used."""
         is_useful = self._used[shard] * 2 >= self._carried[shard]
         budget = self._budgets[shard] * 2 if is_useful else self._budgets[shard] // 2
+        self._without[shard] = 0 if budget >= CARRIED_BYTES_MIN else ANSWERS_WITHOUT
         self._budgets[shard] = min(CARRIED_BYTES_MAX, max(CARRIED_BYTES_MIN, budget))
         self._carried[shard], self._used[shard] = len(rows.keys), 0
         if not self.halves or len(self.halves[0]) + len(rows.keys) > self._half_max:
