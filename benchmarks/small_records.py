@@ -53,6 +53,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, default=20_000)
+    parser.add_argument("--warm-up", type=int, default=WARM_RECORDS, help="records stored before the first measurement")
     parser.add_argument("--bytes", type=int, default=1024)
     parser.add_argument("--puts", type=int, default=100, help="PUTs alone; under load, as many as the load allows")
     parser.add_argument("--split", action="store_true", help="a process for each stage in place of one for all")
@@ -87,7 +88,7 @@ def measured(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
         ):
             url = f"http://{LOOPBACK}:{port}"
             until(lambda: _serves(url), seconds=90)
-            records.send("warm", list(values("warm", WARM_RECORDS, chosen.bytes)))
+            records.send("warm", list(values("warm", chosen.warm_up, chosen.bytes)))
             records.await_all()
             pids = {name: process.pid for name, process in pipeline.processes.items() if name != "maintenance"}
             pids |= {"kafka": kafka.pid, "redis": redis.pid}
@@ -96,7 +97,7 @@ def measured(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
             records.send("load", load)
             loaded = put_seconds_under(url, records)
             objects, stored_bytes = _stored(folder / "objects")
-            count = WARM_RECORDS + 2 * chosen.records + len(alone) + len(loaded)
+            count = chosen.warm_up + 2 * chosen.records + len(alone) + len(loaded)
             return found | {
                 "put_alone": spread(alone),
                 "put_under_load": spread(loaded),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ def log(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 BATCH = (time.time_ns() // 1_000_000).to_bytes(6, "big") + bytes(10)
 
 
-def add_batch(log: CommitterLog, keys: str, batch: bytes = BATCH, first_origin: int = 1) -> None:
-    """Add a batch with a blob of one segment for each letter, and its end."""
+def add_batch(log: CommitterLog, keys: Sequence[str], batch: bytes = BATCH, first_origin: int = 1) -> None:
+    """Add a batch with a blob of one segment for each key, and its end."""
     of_all = Envelope(batch, "t", keys[0], blobs=len(keys))
     rows = np.arange(len(keys)) % len(log.stored)
     lengths = np.full(len(keys), SEGMENT_BYTES, np.uint32)

@@ -9,23 +9,25 @@ reported as refused is never committed afterwards.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
 
 from nearkin_committer.batch_commit import BatchCommits, CommittedVersion, ends_of
+from nearkin_committer.begun_batches import BegunBatch, BegunBatches
+from nearkin_committer.committed_events import CommittedEvents
 from nearkin_committer.late_versions import durable_us, take_back
 from nearkin_committer.open_blob import BlobName, OpenBlob, lacks_bytes
 from nearkin_committer.ready_blobs import ReadyBlobs
-from nearkin_committer.version_content import VersionContent, assemble_content, make_manifest, split_content
+from nearkin_committer.refusals import Refusals, check_precondition
+from nearkin_committer.version_content import VersionContent, assemble_content, make_manifest
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.errors import Corrupt, PermanentError, PreconditionFailed, RetryableError
-from nearkin_shared.formats.manifest import Manifest, moment_of
+from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.message import BatchEnd, End, Envelope, Placed
 from nearkin_shared.index.protocols import SupportsReports
 from nearkin_shared.kafka.clients import Outbox
@@ -34,7 +36,7 @@ from nearkin_shared.kafka.consumer_loop import IDLE_SECONDS, Record, patiently
 from nearkin_shared.kafka.lag import BACKLOG_SECONDS, WAITS, Backlog
 from nearkin_shared.kafka.message_authentication import EnvelopeAuthenticator
 from nearkin_shared.kafka.offset_tracker import PartitionOffsets
-from nearkin_shared.kafka.record_guard import RecordGuard, headers_of, trace_of
+from nearkin_shared.kafka.record_guard import RecordGuard, trace_of
 from nearkin_shared.kafka.tenant_context import TenantContext, TenantContexts
 from nearkin_shared.limits import CLOCK_SKEW_SECONDS_MAX
 from nearkin_shared.objectstore.base import AlreadyExists
@@ -44,10 +46,9 @@ from nearkin_shared.observability.tracing import about as about_span
 from nearkin_shared.observability.tracing import span
 from nearkin_shared.preconditions import PRECONDITION
 from nearkin_shared.results import Ledger
-from nearkin_shared.results_json import info_json, ledger_json
 from nearkin_shared.storage.committed_origins import BlobOrigin, CommittedOrigins
 from nearkin_shared.storage.heads import VersionHeads
-from nearkin_shared.storage.manifests import History, ManifestStore
+from nearkin_shared.storage.manifests import ManifestStore
 from nearkin_shared.types import Locations
 from nearkin_shared.utils.failpoints import failpoint
 
@@ -70,23 +71,12 @@ CLOCK_SKEW_US = CLOCK_SKEW_SECONDS_MAX * 1_000_000
 """A version older than its blob's start by more than this has another origin."""
 COMMITTING_SECONDS = 0.02
 """How long complete blobs are committed before further records are read: a blob of another tenant may be among them."""
+BEGUN_SECONDS = 0.005
+"""How long it waits for records at a time while batches are in work: a record wakes it, the end of a batch does not."""
 READY_BLOBS_MAX = 8192
 """Complete blobs that wait for their commit, in memory; others wait in Kafka. Some 3 KiB each."""
 EARLIER_VERSIONS_MAX = 1000
 """Versions of a key that the search for an earlier attempt reads at most: about 20 s on S3, once per process."""
-
-
-class Refusals(Protocol):
-    """Record of refused blobs, kept while their messages may be read again.
-
-    All calls raise RetryableError.
-    """
-
-    def refusal(self, blob: bytes) -> str | None:
-        """Return why a blob was refused, or None."""
-
-    def note_refusal(self, blob: bytes, reason: str) -> None:
-        """Record why a blob is refused."""
 
 
 class CommitterHandler:
@@ -114,8 +104,10 @@ class CommitterHandler:
         self._heads = VersionHeads(manifests.objects)
         self._origins = CommittedOrigins(manifests.get, older_max=0)
         self._batches = BatchCommits(settings, manifests, self._heads, self._earlier)
+        self._begun = BegunBatches(self._batches)
         self._lanes = lanes
         self._outbox = Outbox(settings, f"{worker}-committed", authenticator)
+        self._events = CommittedEvents(self._outbox)
         self._guard = RecordGuard(settings, "committer", self._outbox, None)
         self._offsets: dict[int, PartitionOffsets] = {}
         self._open: OrderedDict[BlobName, OpenBlob] = OrderedDict()
@@ -151,13 +143,20 @@ class CommitterHandler:
 
     def idle(self) -> float:
         """Commit complete blobs, for COMMITTING_SECONDS; fail blobs that receive no more segments."""
-        if len(self._ready) and not self._has_committed:
+        if self.has_ready_blobs and not self._has_committed:
             done = self._commit_ready()
             self._outbox.flush()
             self._done(done)
         self._has_committed = False
         self._fail_late()
-        return 0.0 if len(self._ready) else IDLE_SECONDS
+        if self._begun.is_due or self._ready.has_any(self._may_take):
+            return 0.0
+        return BEGUN_SECONDS if len(self._begun) else IDLE_SECONDS
+
+    @property
+    def has_ready_blobs(self) -> bool:
+        """Return whether complete blobs wait for their commit, or batches are in work."""
+        return len(self._ready) + len(self._begun) > 0
 
     def _fail_late(self) -> None:
         """Fail blobs that receive no more segments, since an earlier stage put one aside.
@@ -189,7 +188,8 @@ class CommitterHandler:
         return any(self._backlog.unread("placed", part, after) for part, after in found.items() if after is not None)
 
     def drain(self, partition: int) -> None:
-        """Do nothing: the next owner of the partition assembles incomplete blobs again."""
+        """Wait for the manifests in work: the next owner of the partition assembles its blobs again."""
+        self._begun.wait_until_idle()
 
     def on_dropped(self, partition: int) -> None:
         """Forget a partition and its blobs."""
@@ -207,6 +207,7 @@ class CommitterHandler:
     def close(self) -> None:  # noqa: D102
         self._outbox.close()
         self._backlog.close()
+        self._begun.close()
         self._batches.close()
 
     def _done(self, records: Iterable[tuple[int, int]]) -> None:
@@ -260,19 +261,39 @@ class CommitterHandler:
         return self._make_room(blob)
 
     def _commit_ready(self) -> list[tuple[int, int]]:
-        """Commit complete blobs for COMMITTING_SECONDS; return their records."""
+        """Commit complete blobs for COMMITTING_SECONDS; return their records.
+
+        Batches are begun, and brought to their end once their manifests are durable.
+        """
         done: list[tuple[int, int]] = []
         until = time.monotonic() + COMMITTING_SECONDS
-        while len(self._ready) and (not done or time.monotonic() < until):
-            taken, due = self._ready.take()
-            self._commits.blobs -= taken.count
-            for blob, record in due:
-                if self._open.get(blob.name) is not blob:  # its partition was revoked
-                    continue
-                if blob.batch is not None:
-                    done += self._carry_out_batch(blob, blob.batch, record)
-                elif blob.end is not None:
-                    done += self._carry_out(blob, blob.end, record)
+        while not done or time.monotonic() < until:
+            if self._begun.is_due:
+                done += self._carry_out_batch(self._begun.take())
+            elif self._ready.has_any(self._may_take):
+                done += self._commit_next()
+            else:
+                break
+        return done
+
+    def _may_take(self, blob: OpenBlob) -> bool:
+        """Return whether a complete blob may be taken: records of a tenant stay behind its batches."""
+        if blob.batch is not None:
+            return self._begun.has_room
+        return not blob.is_of_topic or not self._begun.has_batch_of(blob.envelope.tenant)
+
+    def _commit_next(self) -> list[tuple[int, int]]:
+        """Begin the next batch, or commit the next blob; return the records that are done."""
+        done: list[tuple[int, int]] = []
+        taken, due = self._ready.take(self._may_take)
+        self._commits.blobs -= taken.count
+        for blob, record in due:
+            if self._open.get(blob.name) is not blob:  # its partition was revoked
+                continue
+            if blob.batch is not None:
+                self._begun.begin(partial(self._lane_of, blob), blob, blob.batch, record)
+            elif blob.end is not None:
+                done += self._carry_out(blob, blob.end, record)
         return done
 
     def _carry_out(self, blob: OpenBlob, end: End, record: Record) -> list[tuple[int, int]]:
@@ -316,30 +337,36 @@ class CommitterHandler:
             except PreconditionFailed as err:  # a response to the caller, not a fault: no dead letter
                 blob.refusal = err
 
-    def _carry_out_batch(self, blob: OpenBlob, batch: BatchEnd, record: Record) -> list[tuple[int, int]]:
-        """Commit the blobs of a complete batch, or fail them; return its records."""
-        if not self._guard.carry_out(record, blob.envelope, lambda: self._commit_batch(blob, batch, record)):
+    def _lane_of(self, blob: OpenBlob) -> TenantContext:
+        return self._lanes[blob.envelope.tenant]
+
+    def _carry_out_batch(self, begun: BegunBatch) -> list[tuple[int, int]]:
+        """Commit the blobs of a batch in work, or fail them; return its records."""
+        blob, record = begun.blob, begun.record
+        if self._open.get(blob.name) is not blob or blob.batch is None:  # its partition was revoked
+            return []
+        batch = blob.batch
+        if not self._guard.carry_out(record, blob.envelope, lambda: self._commit_batch(begun, batch, record)):
             return self._fail(blob, "it could not be committed; look among the dead letters", trace_of(record))
         return self._finish(blob)
 
-    def _commit_batch(self, blob: OpenBlob, batch: BatchEnd, record: Record) -> None:
+    def _commit_batch(self, begun: BegunBatch, batch: BatchEnd, record: Record) -> None:
         """Commit a batch as `_commit` does one blob, each step for all blobs.
 
         A blob that this leaves out is committed by itself.
         """
         lane = self._lanes[batch.envelope.tenant]
-        ends, contents = ends_of(batch), split_content(blob, batch)
-        made = self._batches.commit(lane, ends, contents)  # 1
+        created = begun.versions()  # 1
         failpoint("batch.manifest")
-        made = self._confirmed(lane, batch, made)
+        made = self._confirmed(lane, batch, created.versions)
         self._catalogue_all(lane, [version for version in made if version is not None])  # 2
         failpoint("batch.catalogued")
-        for end, content, version, one in zip(ends, contents, made, batch.blobs, strict=True):
+        for end, content, version, one in zip(created.ends, created.contents, made, batch.blobs, strict=True):
             if version is None:
                 self._commit_alone(end, content, record, one.traceparent)
                 continue
             ledger = content.ledger + self._stored_bytes(version.manifest, version.manifest_bytes)
-            self._publish_committed(end, version.manifest, ledger, one.traceparent)  # 3
+            self._events.send_committed(end, version.manifest, ledger, one.traceparent)  # 3
         failpoint("batch.sent")
 
     def _confirmed(
@@ -385,7 +412,7 @@ class CommitterHandler:
         self._catalogue(lane, manifest, manifest_bytes)  # 2
         failpoint("version.catalogued")
         ledger = gathered.ledger + self._stored_bytes(manifest, manifest_bytes)
-        self._publish_committed(end, manifest, ledger, traceparent)  # 3
+        self._events.send_committed(end, manifest, ledger, traceparent)  # 3
         failpoint("version.sent")
 
     def _stored_bytes(self, manifest: Manifest, manifest_bytes: int) -> Ledger:
@@ -520,21 +547,17 @@ class CommitterHandler:
         self, envelope: Envelope, end: End | None, failure: str, traceparent: bytes | None, reason: str | None = None
     ) -> None:
         """Report a blob failed, or committed if a version has its origin. Raises RetryableError."""
-        origin, began_us = (envelope.blob, 0) if end is None else (end.origin, end.began_us)
         earlier = self._version_of(end) if end is not None and end.segments is not None else None
         with about(envelope.blob, envelope.tenant, traceparent):
             if end is not None and earlier is not None:
                 manifest, manifest_bytes = earlier
                 _log.warning(
-                    "blob %s: committed before as version %d; now: %s", origin.hex(), manifest.version, failure
+                    "blob %s: committed before as version %d; now: %s", end.origin.hex(), manifest.version, failure
                 )
                 ledger = manifest.ledger + self._stored_bytes(manifest, manifest_bytes)
-                self._publish_committed(end, manifest, ledger, traceparent)
+                self._events.send_committed(end, manifest, ledger, traceparent)
             else:
-                metrics.BLOBS.labels("failed").inc()
-                _log.warning("blob %s: failed: %s", envelope.blob.hex(), failure)
-                what = {"state": "failed", "failure": failure, "reason": reason}
-                self._publish_event(envelope, origin, began_us, traceparent, what)
+                self._events.send_failed(envelope, end, failure, reason, traceparent)
 
     def _version_of(self, end: End) -> tuple[Manifest, int] | None:
         """Return the committed version of a blob, or None if there is none that can be read."""
@@ -548,53 +571,6 @@ class CommitterHandler:
             _log.warning("blob %s: versions of its key not readable: %s", end.envelope.blob.hex(), err)
             return None
 
-    def _publish_committed(self, end: End, manifest: Manifest, ledger: Ledger, traceparent: bytes | None) -> None:
-        _log.info("blob %s: committed as version %d", end.envelope.blob.hex(), manifest.version)
-        what = {"state": "committed", "failure": None, **info_json(manifest.info)}
-        what |= {"seconds": manifest.seconds, "ledger": ledger_json(ledger, manifest.seconds)}
-        self._publish_event(end.envelope, end.origin, end.began_us, traceparent, what)
-
-    def _publish_event(
-        self,
-        envelope: Envelope,
-        origin: bytes,
-        began_us: int,
-        traceparent: bytes | None,
-        what: dict[str, Any],
-    ) -> None:
-        event = {
-            "id": envelope.blob.hex(),
-            "origin": origin.hex(),
-            "tenant": envelope.tenant,
-            "key": envelope.key,
-            "began": moment_of(began_us).isoformat() if began_us else None,
-            **what,
-        }
-        headers = headers_of("committer", what["state"], envelope, traceparent)
-        value = json.dumps(event, ensure_ascii=False).encode()
-        self._outbox.send("committed", envelope.blob, value, headers)
-
 
 def _name(partition: int, envelope: Envelope) -> BlobName:
     return partition, envelope.blob, envelope.tenant, envelope.key
-
-
-def check_precondition(
-    manifests: ManifestStore, refusals: Refusals | None, end: End, histories: Mapping[int, History]
-) -> None:
-    """Refuse a conditional put whose condition fails now, or failed at an earlier delivery.
-
-    Raises: PreconditionFailed.
-    """
-    if end.precondition is None:
-        return
-    blob, tenant, key = end.envelope.blob, end.envelope.tenant, end.envelope.key
-    reason = None if refusals is None else refusals.refusal(blob)
-    if reason is not None:
-        raise PreconditionFailed(reason)
-    try:
-        manifests.check_precondition(tenant, key, histories, end.precondition)
-    except PreconditionFailed as err:
-        if refusals is not None:
-            refusals.note_refusal(blob, str(err))
-        raise

@@ -10,6 +10,7 @@ Invariant: two uploads of a key are taken in the order in which they were added,
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 
 from nearkin_committer.open_blob import OpenBlob
 from nearkin_committer.round_robin import RoundRobin
@@ -43,14 +44,18 @@ class ReadyBlobs:
             self._uploads.setdefault(key, deque()).append((blob, record))
         self._queues.add((blob.envelope.tenant, is_record), (blob, record))
 
-    def take(self) -> tuple[OpenBlob, list[ReadyBlob]]:
-        """Remove the next blob; return (it, what to commit).
+    def has_any(self, may_take: Callable[[OpenBlob], bool]) -> bool:
+        """Return whether `take` finds a blob."""
+        return self._queues.has_any(lambda ready: may_take(ready[0]))
+
+    def take(self, may_take: Callable[[OpenBlob], bool] = lambda _: True) -> tuple[OpenBlob, list[ReadyBlob]]:
+        """Remove the next blob that may be taken; return (it, what to commit).
 
         That is itself after uploads of its key; these are taken later too, with nothing to commit then.
 
         Raises: KeyError, if there is none.
         """
-        (_, is_record), (blob, record) = self._queues.take()
+        (_, is_record), (blob, record) = self._queues.take(lambda ready: may_take(ready[0]))
         if blob.batch is not None:
             return blob, [(blob, record)]
         key = (blob.envelope.tenant, blob.envelope.key)

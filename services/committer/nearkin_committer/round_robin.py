@@ -12,7 +12,7 @@ Invariant: the items of one queue are taken in the order in which they were adde
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -38,15 +38,25 @@ class RoundRobin(Generic[Key, Item]):
         queue.append(item)
         self._count += 1
 
-    def take(self) -> tuple[Key, Item]:
+    def has_any(self, may_take: Callable[[Item], bool]) -> bool:
+        """Return whether `take` finds an item."""
+        return any(queue and may_take(queue[0]) for queue in self._queues.values())
+
+    def take(self, may_take: Callable[[Item], bool] = lambda _: True) -> tuple[Key, Item]:
         """Remove and return the first item of the queue that is next.
 
-        Raises KeyError if there is none.
+        Queues whose first item must not be taken keep their turn. Raises KeyError if there is none.
         """
-        while True:
-            key, queue = self._queues.popitem(last=False)
-            if queue:
+        empty: list[Key] = []
+        for key, queue in self._queues.items():
+            if not queue:
+                empty.append(key)
+            elif may_take(queue[0]):
                 break
-        self._queues[key] = queue
+        else:
+            raise KeyError("no item may be taken")
+        for other in empty:
+            del self._queues[other]
+        self._queues.move_to_end(key)
         self._count -= 1
         return key, queue.popleft()

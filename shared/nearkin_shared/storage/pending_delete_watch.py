@@ -101,6 +101,8 @@ class PendingDeleteFilter:
         self._last_change = watch.changes
         self._intact: OrderedDict[int, Bools] = OrderedDict()
         """Masks of the restorable segments by container, as found since the record last changed."""
+        self._lock = threading.RLock()
+        """Held while segments are looked for: a committer does so in two threads."""
 
     @property
     def grace_seconds(self) -> float:
@@ -109,11 +111,12 @@ class PendingDeleteFilter:
 
     def refresh(self) -> None:
         """Re-read the record; after a change evict the containers, which may be deleted."""
-        self._watch.record()
-        if self._last_change != self._watch.changes:
-            self._last_change = self._watch.changes
-            self._containers.evict()
-            self._intact.clear()
+        with self._lock:
+            self._watch.record()
+            if self._last_change != self._watch.changes:
+                self._last_change = self._watch.changes
+                self._containers.evict()
+                self._intact.clear()
 
     def is_unusable(self, chunks: Locations) -> Bools:
         """Return which chunks are pending deletion or quarantined: nothing new may depend on them."""
@@ -156,20 +159,21 @@ class PendingDeleteFilter:
 
         Raises: StoreUnavailable.
         """
-        self.refresh()
-        record = self._watch.record()
-        withdrawn_before_us = (time.time() - self.grace_seconds / 2) * 1e6
-        for container, rows in group_by_container(segments.containers):
-            ordinals, entry = segments.ordinals[rows], record.get(container)
-            try:
-                intact = self._intact_segments(container)
-            except (Corrupt, NotFound) as err:
-                return container, str(err)
-            if int(ordinals.max()) >= len(intact) or not intact[ordinals].all():
-                return container, f"a segment of container {container:016x}, or a chunk of one, is not in the store"
-            if entry is not None and entry.at_us < withdrawn_before_us and np.isin(ordinals, entry.segments).any():
-                return container, f"a segment of container {container:016x} was withdrawn by an earlier GC run"
-        return None
+        with self._lock:
+            self.refresh()
+            record = self._watch.record()
+            withdrawn_before_us = (time.time() - self.grace_seconds / 2) * 1e6
+            for container, rows in group_by_container(segments.containers):
+                ordinals, entry = segments.ordinals[rows], record.get(container)
+                try:
+                    intact = self._intact_segments(container)
+                except (Corrupt, NotFound) as err:
+                    return container, str(err)
+                if int(ordinals.max()) >= len(intact) or not intact[ordinals].all():
+                    return container, f"a segment of container {container:016x}, or a chunk of one, is not in the store"
+                if entry is not None and entry.at_us < withdrawn_before_us and np.isin(ordinals, entry.segments).any():
+                    return container, f"a segment of container {container:016x} was withdrawn by an earlier GC run"
+            return None
 
     def _intact_segments(self, container: int) -> Bools:
         """Return which segments of a container reference existing chunks only."""

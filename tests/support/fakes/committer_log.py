@@ -6,7 +6,7 @@ Invariant: objects and index are real; events are recorded in place of being sen
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,20 @@ class CommitterLog:
         lengths = np.full(count, SEGMENT_BYTES, np.uint32)
         self._add(number, Placed(envelope(number, sequence), segments, np.zeros(count, np.bool_), lengths, Ledger()))
 
-    def add_end(self, number: int, segments: int, size_bytes: int | None = None) -> None:
+    def add_end(
+        self, number: int, segments: int, size_bytes: int | None = None, metadata: Mapping[str, str] | None = None
+    ) -> None:
         """Add the end of blob `number`; `size_bytes` is by default the sum of its segments."""
         size = segments * SEGMENT_BYTES if size_bytes is None else size_bytes
-        whole = End(envelope(number, segments), *start_of(number), size, bytes(32), None, segments)
+        whole = End(
+            envelope(number, segments),
+            *start_of(number),
+            size,
+            bytes(32),
+            None,
+            segments,
+            metadata=dict(metadata or {}),
+        )
         self._add(number, whole)
 
     def _add(self, number: int, message: Placed | End | BatchEnd) -> None:
@@ -82,7 +92,7 @@ class CommitterLog:
     def read(self, start: int = 0) -> dict[str, str]:
         """Pass on all records from `start`; return the last event of each key."""
         self.handler.handle(self.records[start:])
-        while len(self.handler._ready):
+        while self.handler.has_ready_blobs:
             self.handler.idle()
         return self.states()
 

@@ -265,7 +265,7 @@ def test_upload_waits_for_no_records_of_its_tenant(monkeypatch: pytest.MonkeyPat
     """A client waits for an upload, and none for the records of a topic, which keep their order."""
     handler, _ = with_slow_commits(monkeypatch, Clock())
     carry_out: Any = handler._carry_out
-    monkeypatch.setattr(handler, "_carry_out_batch", carry_out)
+    monkeypatch.setattr(handler, "_carry_out_batch", lambda begun: carry_out(begun.blob, None, begun.record))
     batch = b"batch-of-records"
     blobs = tuple(BatchedBlob(f"k{number}", 0, bytes(32), bytes(16), 1, segments=0) for number in range(2))
     ended = encode(BatchEnd(Envelope(batch, "records", "k0", blobs=2), blobs))
