@@ -1,4 +1,4 @@
-"""Create the manifests of the next batches while the last one is added to the index and reported.
+"""Create the manifests of the next batches while the last one is reported.
 
     batches taken     1 2 3 4
     thread            |--1--|--2--|--3--|         manifests
@@ -51,7 +51,10 @@ class BegunBatch:
         self._is_new = True
 
     def versions(self) -> BatchVersions:
-        """Return the versions; create them if that has failed, or has not been tried. Raises what that raised."""
+        """Return the versions; create them if that failed, or was not tried.
+
+        Raises what that raised.
+        """
         is_new, self._is_new = self._is_new, False
         found = self.result.result() if is_new else None
         if found is None:

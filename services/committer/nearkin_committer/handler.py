@@ -188,7 +188,10 @@ class CommitterHandler:
         return any(self._backlog.unread("placed", part, after) for part, after in found.items() if after is not None)
 
     def drain(self, partition: int) -> None:
-        """Wait for the manifests in work: the next owner of the partition assembles its blobs again."""
+        """Wait for the manifests in work.
+
+        The next owner of the partition assembles its blobs again.
+        """
         self._begun.wait_until_idle()
 
     def on_dropped(self, partition: int) -> None:
@@ -277,7 +280,10 @@ class CommitterHandler:
         return done
 
     def _may_take(self, blob: OpenBlob) -> bool:
-        """Return whether a complete blob may be taken: records of a tenant stay behind its batches."""
+        """Return whether a complete blob may be taken.
+
+        Records of a tenant stay behind its batches in work.
+        """
         if blob.batch is not None:
             return self._begun.has_room
         return not blob.is_of_topic or not self._begun.has_batch_of(blob.envelope.tenant)
