@@ -67,7 +67,7 @@ def test_next_batch_is_created_during_events(log: CommitterLog, monkeypatch: pyt
 
 
 def test_event_follows_manifest_and_index(log: CommitterLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event says committed of a version that restores and is listed; offsets move behind it (I2, I4)."""
+    """An event reports a version that restores and is listed; offsets move behind it (I2, I4)."""
     seen: list[tuple[str, list[int], list[int], int]] = []
 
     def look(key: str) -> None:
@@ -122,7 +122,7 @@ def test_batch_behind_a_left_out_blob_waits(log: CommitterLog, monkeypatch: pyte
 
 @pytest.mark.parametrize("error", [RuntimeError("surprise"), StoreUnavailable("away for a moment")])
 def test_batch_behind_a_failed_one_waits(log: CommitterLog, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """An error is met by further attempts, before the next batch has its turn."""
+    """An error is met by further attempts, before the next batch is tried."""
     put_many, left = log.manifests.put_many, [error]
 
     def failing(manifests: Any, threads: Any) -> Any:
@@ -165,7 +165,7 @@ def test_revoked_partition_takes_its_batch_along(log: CommitterLog, monkeypatch:
 
 
 def test_record_stays_behind_a_batch_in_work(log: CommitterLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large record of a topic comes behind a batch that may have a blob of its key."""
+    """A large record of a topic is committed behind a batch that may have a blob of its key."""
     released = held_manifests(log, monkeypatch)
     add_batch(log, ["k5", "b"], FIRST, 8)
     log.add_segments(5, 0)

@@ -28,7 +28,7 @@ BEGUN_MAX = 2
 
 @frozen
 class BatchVersions:
-    """What became of a batch's blobs, in their order."""
+    """The blobs of a batch and their versions, in the order of the batch."""
 
     ends: Sequence[End]
     contents: Sequence[VersionContent]

@@ -2,7 +2,7 @@
 
     {"id", "origin", "tenant", "key", "began", "state": "committed" | "failed", "failure", ...}
 
-Invariant: an event says committed only of a version whose manifest is durable.
+Invariant: an event has the state committed only if the manifest of its version is durable.
 """
 
 from __future__ import annotations
