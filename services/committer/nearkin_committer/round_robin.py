@@ -45,7 +45,7 @@ class RoundRobin(Generic[Key, Item]):
     def take(self, may_take: Callable[[Item], bool] = lambda _: True) -> tuple[Key, Item]:
         """Remove and return the first item of the queue that is next.
 
-        Queues whose first item must not be taken keep their place. Raises KeyError if there is none.
+        Queues whose first item must not be taken stay next. Raises KeyError if there is none.
         """
         empty: list[Key] = []
         for key, queue in self._queues.items():
