@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.cpu_by_object import CLASSES, Sampled
+from benchmarks.cpu_by_object import CLASSES, Sampled, Timed
 from nearkin.lab.corpus_cache import botocore
 from nearkin_shared.config.settings import Settings
 from nearkin_shared.kafka.clients import STAGE_TOPICS
@@ -46,7 +46,8 @@ def main() -> None:
     parser.add_argument("--edge", action="store_true", help="deduplicate in the uploader, as with gateway.edge")
     parser.add_argument("--split", action="store_true", help="a process for each stage in place of one for all")
     parser.add_argument("--kafka", action="append", default=[], metavar="FIELD=VALUE", help="a setting of [kafka]")
-    parser.add_argument("--objects", action="store_true", help="print the shared objects that took the CPU, too")
+    parser.add_argument("--sample", action="store_true", help="sample with perf, whose own cost is then in the figures")
+    parser.add_argument("--objects", action="store_true", help="as --sample, and print the shared objects, too")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     chosen = parser.parse_args()
     changed = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in chosen.kafka)}
@@ -59,6 +60,7 @@ def main() -> None:
             SPLIT if chosen.split else FUSED,
             staged=not chosen.inline,
             edge=chosen.edge,
+            is_sampled=chosen.sample or chosen.objects,
         )
     print(tables(rows))
     if chosen.objects:
@@ -88,7 +90,14 @@ class Passes:
 
 
 def measured(
-    folder: Path, passes: Passes, changed: dict[str, Any], services: Sequence[str], *, staged: bool, edge: bool = False
+    folder: Path,
+    passes: Passes,
+    changed: dict[str, Any],
+    services: Sequence[str],
+    *,
+    staged: bool,
+    edge: bool = False,
+    is_sampled: bool = False,
 ) -> list[dict[str, Any]]:
     """Return one row a kind of put, the median of its passes by CPU time."""
     with Kafka(folder / "kafka") as kafka, Redis(folder / "redis") as redis:
@@ -111,14 +120,15 @@ def measured(
                 tenant = f"pass-{number}" if number >= 0 else f"warm{number}"
                 with closing(_client(pipeline.settings, tenant, staged=staged, edge=edge)) as uploader:
                     for name, paths in passes.kinds().items():
-                        row = row_of(name, uploader, paths, pids, folder / "kafka", staged=staged)
+                        timed = (Sampled if is_sampled else Timed)(pids)
+                        row = row_of(name, uploader, paths, timed, folder / "kafka", staged=staged)
                         if number >= 0:
                             found[name].append(row)
             return [sorted(rows, key=_cpu_seconds)[len(rows) // 2] for rows in found.values()]
 
 
 def _cpu_seconds(row: dict[str, Any]) -> float:
-    return sum(sum(seconds.values()) for seconds in row["cpu"].values())
+    return float(sum(row["cpu"].values()))
 
 
 def _client(settings: Settings, tenant: str, *, staged: bool, edge: bool) -> Uploader:
@@ -126,11 +136,11 @@ def _client(settings: Settings, tenant: str, *, staged: bool, edge: bool) -> Upl
 
 
 def row_of(
-    kind: str, uploader: Uploader, paths: Sequence[Path], pids: dict[str, int], kafka: Path, *, staged: bool
+    kind: str, uploader: Uploader, paths: Sequence[Path], timed: Timed, kafka: Path, *, staged: bool
 ) -> dict[str, Any]:
     """Put blobs one after another; return the figures of all together."""
     sent, events, seconds = topic_bytes(kafka), [], 0.0
-    with Sampled(pids) as sampled:
+    with timed:
         for path in paths:
             started = time.perf_counter()
             events.append(uploader.wait(uploader.put("b", file_pieces(path), staged=staged), 600))
@@ -143,8 +153,9 @@ def row_of(
         "stored_bytes": sum(event["ledger"]["stored_bytes"] for event in events),
         "segments": sum(event["segments"] for event in events),
         "mb_per_second": logical_bytes / seconds / MB,
-        "cpu": sampled.seconds,
-        "objects": sampled.objects,
+        "cpu": timed.seconds,
+        "classes": timed.classes,
+        "objects": timed.objects,
         "topic_bytes": {name: received[name] - sent[name] for name in received},
     }
 
@@ -159,7 +170,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
     names = list(rows[0]["cpu"])
     lines = [f"| CPU s/GB of | MB | MB/s | {' | '.join(names)} | sum |", f"|{'---|' * (4 + len(names))}"]
     for row in rows:
-        each = [sum(row["cpu"][name].values()) / row["logical_bytes"] * 1e9 for name in names]
+        each = [row["cpu"][name] / row["logical_bytes"] * 1e9 for name in names]
         shares = " | ".join(f"{found:.1f}" for found in [*each, sum(each)])
         lines.append(f"| {row['put']} | {row['logical_bytes'] / MB:.0f} | {row['mb_per_second']:.1f} | {shares} |")
     lines += ["", f"| MB a 100 MB put | {' | '.join(STAGE_TOPICS)} | stored |", f"|{'---|' * 7}"]
@@ -167,16 +178,22 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
         sizes = [*(row["topic_bytes"][name] for name in STAGE_TOPICS), row["stored_bytes"]]
         shares = " | ".join(f"{size / row['logical_bytes'] * 100:.2f}" for size in sizes)
         lines.append(f"| {row['put']} | {shares} |")
-    lines += ["", f"| us a segment | worker | {' | '.join(CLASSES)} | / kernels | / all native |", f"|{'---|' * 9}"]
+    if rows[0]["classes"]:
+        lines += _class_table(rows)
+    return "\n".join(lines)
+
+
+def _class_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["", f"| us a segment | worker | {' | '.join(CLASSES)} | / kernels | / all native |", f"|{'---|' * 9}"]
     for row in rows:
-        for name in filter(row["cpu"].__contains__, WORKERS):
-            each_us = {kind: seconds / row["segments"] * 1e6 for kind, seconds in row["cpu"][name].items()}
+        for name in filter(row["classes"].__contains__, WORKERS):
+            each_us = {kind: seconds / row["segments"] * 1e6 for kind, seconds in row["classes"][name].items()}
             python_us = each_us["interpreter"]
             native_us = sum(each_us.values()) - python_us
             figures = " | ".join(f"{each_us[kind]:.1f}" for kind in CLASSES)
             share = f"{python_us / each_us['kernels']:.0%}" if each_us["kernels"] > 1 else "-"
             lines.append(f"| {row['put']} | {name} | {figures} | {share} | {python_us / native_us:.0%} |")
-    return "\n".join(lines)
+    return lines
 
 
 def _most(found: dict[str, float]) -> dict[str, float]:
