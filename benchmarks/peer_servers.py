@@ -34,6 +34,7 @@ from nearkin.lab.corpus_cache import botocore
 from nearkin.lab.measure import Cost
 from nearkin.lab.tools.base_tool import MissingPeer, Peer
 from nearkin.lab.tools.peer_tools import Borg, Kopia, Restic
+from nearkin_shared.storage.staged_packs import FOLDER as STAGING
 from tests.support.servers.pipeline import FUSED, GATEWAY, Pipeline
 from tests.support.servers.s3_server import REGION, S3
 from tests.support.servers.server import LOOPBACK, accepts, free_port
@@ -43,6 +44,7 @@ MB = 1_000_000
 GB = 1_000_000_000
 START_SECONDS_MAX = 60.0
 STOP_SECONDS_MAX = 20.0
+SETTLE_SECONDS_MAX = 20.0
 PUTS = ("first version", "new version", "duplicate")
 SECRET = "benchmark"
 
@@ -58,6 +60,9 @@ class ServedPeer(Peer):
     @abstractmethod
     def start(self, started: ExitStack) -> None:
         """Start the servers, and fill `server_pids`."""
+
+    def settle(self) -> None:
+        """Wait until the servers have deleted what is of no version."""
 
     @override
     def close(self) -> None:
@@ -220,6 +225,8 @@ class NearkinServed(Curled):
 
     name = "nearkin"
     ours = True
+    edge = False
+    """Whether the gateway deduplicates."""
 
     @override
     def start(self, started: ExitStack) -> None:
@@ -230,7 +237,7 @@ class NearkinServed(Curled):
             "kafka": {"bootstrap_servers": kafka.bootstrap, "topic_prefix": "bench.", "partitions": 2},
             "redis": {"url": redis.url},
             "object_store": {"url": str(self.repository)},
-            "gateway": {"port": self._port},
+            "gateway": {"port": self._port, "edge": self.edge},
         }
         services = (*FUSED, GATEWAY)
         pipeline = started.enter_context(Pipeline(self.folder / "pipeline", config, services=services))
@@ -245,6 +252,21 @@ class NearkinServed(Curled):
     def _url(self, version: int, *, is_put: bool) -> str:
         where = f"http://{LOOPBACK}:{self._port}/v1/blobs/blob"
         return f"{where}?wait=30" if is_put else f"{where}?version={version}"
+
+    @override
+    def settle(self) -> None:
+        deadline = time.monotonic() + SETTLE_SECONDS_MAX
+        while any(path.is_file() for path in (self.repository / STAGING).rglob("*")):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{self.name}: packs of committed uploads remain")
+            time.sleep(0.1)
+
+
+class NearkinEdgeServed(NearkinServed):
+    """The same, where the gateway deduplicates."""
+
+    name = "nearkin, edge"
+    edge = True
 
 
 class PlainObjects(Curled):
@@ -266,7 +288,10 @@ class PlainObjects(Curled):
         return f"{self._s3.endpoint}/bench/{version}"
 
 
-STORES: tuple[type[ServedPeer], ...] = (NearkinServed, ResticServed, KopiaServed, BorgServed, PlainObjects)
+STORES: tuple[type[ServedPeer], ...] = (
+    *(NearkinServed, NearkinEdgeServed),
+    *(ResticServed, KopiaServed, BorgServed, PlainObjects),
+)
 
 
 def main() -> None:
@@ -313,6 +338,7 @@ def measured(store: type[ServedPeer], files: Sequence[Path]) -> dict[str, float]
             figures |= _figures("get", [cost], peer.server_seconds() - before, target.stat().st_size)
             if not filecmp.cmp(target, files[-1], shallow=False):
                 raise SystemExit(f"{store.name}: other bytes were returned")
+            peer.settle()
             stored = sum(path.stat().st_size for path in peer.repository.rglob("*") if path.is_file())
             figures["stored %"] = stored / sum(path.stat().st_size for path in sources) * 100
         finally:
