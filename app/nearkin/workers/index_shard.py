@@ -40,6 +40,7 @@ from nearkin_shared.storage.manifests import ManifestStore, object_name
 from nearkin_shared.storage.pending_deletes import GcGeneration, PendingDeleteStore
 from nearkin_shared.storage.quarantine import Quarantine, join_records
 from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.utils.garbage_collection import exempt_started_objects
 
 CONNECT_SECONDS_MAX = 120.0
 SEQUENCE_MAX = 1 << 62
@@ -169,6 +170,7 @@ def main(number: int, count: int, folder: Path, host: str, port: int, config_fil
     except NearkinError as err:
         raise click.ClickException(str(err)) from err
     monitor.on_connect({"index": server.check_ready})
+    exempt_started_objects()
     server.run(monitor.pulse("calls").beat)
     monitor.stop()
 

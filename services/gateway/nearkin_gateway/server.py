@@ -28,6 +28,7 @@ from nearkin_shared.errors import ConfigError
 from nearkin_shared.observability import log_setup, tracing
 from nearkin_shared.observability.health import Monitor
 from nearkin_shared.observability.readiness import Check
+from nearkin_shared.utils.garbage_collection import exempt_started_objects
 
 EmbeddedFactory = Callable[[Settings, float], Gateway]
 """(settings, seconds to wait for the store's lock) -> the parts of a gateway whose store is in this process."""
@@ -96,6 +97,7 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
         await super().startup(sockets)
+        exempt_started_objects()
         if self._ready is not None and self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")

@@ -32,6 +32,7 @@ from nearkin_shared.objectstore.base import ObjectStore
 from nearkin_shared.objectstore.factory import open_objects, read_descriptor
 from nearkin_shared.observability import log_setup, tracing
 from nearkin_shared.observability.health import Monitor
+from nearkin_shared.utils.garbage_collection import exempt_started_objects
 
 _log = logging.getLogger("nearkin.ingest")
 
@@ -85,6 +86,7 @@ def run(settings: Settings, config_file: Path | None, worker: str, stop: threadi
     _log.warning("%s %s: ready, revision %s, topics %s", STAGE, worker, hot.revision, ", ".join(settings.ingest.topics))
     pulse = monitor.pulse(STAGE)
     monitor.on_connect({name: check for name, check in checks_of(settings).items() if name not in INDEX_CHECKS})
+    exempt_started_objects()
     try:
         run_forever(
             lambda: IngestConsumer(settings, objects, worker, authenticator, pulse.beat),

@@ -37,6 +37,7 @@ from nearkin_shared.observability import log_setup, tracing
 from nearkin_shared.observability.health import Monitor
 from nearkin_shared.storage import descriptor
 from nearkin_shared.utils.frozen import frozen
+from nearkin_shared.utils.garbage_collection import exempt_started_objects
 from nearkin_shared.utils.signals import wait_for
 
 _log = logging.getLogger("nearkin.worker")
@@ -185,6 +186,7 @@ def run_worker(
     reporter.start()
     monitor.on_connect(checks_of(settings))
     _log.warning("%s %s: ready, revision %s", service, worker, context.hot.revision)
+    exempt_started_objects()
     wait_for(stop)
     monitor.stopping()
     for thread in threads:
