@@ -6,6 +6,8 @@ The failure's text contains the seed.
 from __future__ import annotations
 
 import secrets
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,20 @@ from typing import Any
 import pytest
 
 from tests.support.engines.chaos import MODES, Chaos, ChaosFleet
+from tests.support.engines.durability import Promises
+from tests.support.servers.server import free_port
+
+
+def test_clients_end_when_a_server_stays_away() -> None:
+    """Puts that nothing answers end at once, not after the ten minutes of their tries."""
+    promises = Promises(1, 4, free_port())
+    timer = threading.Timer(0.5, promises.end_puts)
+    timer.start()
+    began = time.monotonic()
+    puts = promises.put_all()
+    assert time.monotonic() - began < 30
+    assert len(puts) == 4
+    assert all(put.cut and put.created is None and not put.accepted for put in puts)
 
 
 @pytest.mark.soak

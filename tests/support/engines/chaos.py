@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +112,7 @@ class Chaos:
             threads = stack.enter_context(ThreadPoolExecutor(3, "chaos"))
             stack.callback(stop.set)
             kills = threads.submit(self._kill, pipeline, reader)
+            kills.add_done_callback(self._end_after_failure)
             reads = threads.submit(reader.read_until, stop)
             records = threads.submit(self._records.send, self._kafka.bootstrap, self._share_of_puts)
             puts = self._promises.put_all()
@@ -136,6 +137,12 @@ class Chaos:
                 self.report.problems.append(f"workers ended with {codes}")
         self.report.seconds = time.monotonic() - started
         return self.report
+
+    def _end_after_failure(self, kills: Future[None]) -> None:
+        """End the puts if a server did not start again: clients would try for minutes."""
+        if problem := kills.exception():
+            self._print(f"no further deaths: {problem}")
+            self._promises.end_puts()
 
     def _start(self, stack: ExitStack) -> Pipeline:
         """Start all parts, which `stack` ends, and wait for the gateway."""

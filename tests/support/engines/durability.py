@@ -104,6 +104,7 @@ class Promises:
             self.blobs.append(content(generator, self.blobs[-20:]))
         self.done = 0
         self._kept: list[Put] = []
+        self._end = threading.Event()
         self._lock = threading.Lock()
 
     def put_all(self, enough: Callable[[], bool] = lambda: False) -> list[Put]:
@@ -112,7 +113,7 @@ class Promises:
 
         def some(_: int) -> list[Put]:
             puts = []
-            while not enough():
+            while not enough() and not self._end.is_set():
                 with self._lock:
                     number = next(numbers, None)
                 if number is None:
@@ -122,6 +123,10 @@ class Promises:
 
         with ThreadPoolExecutor(CLIENTS) as clients:
             return [put for puts in clients.map(some, range(CLIENTS)) for put in puts]
+
+    def end_puts(self) -> None:
+        """End all puts without further tries."""
+        self._end.set()
 
     def kept(self) -> list[Put]:
         """Return the blobs of a 201 or 202 that stay, so far."""
@@ -155,7 +160,7 @@ class Promises:
         url = f"{self.url}/v1/blobs/{put.key}"
         headers = {"Idempotency-Key": f"{self.report.seed}-{number}", "X-Content-SHA256": put.digest}
         deadline = time.monotonic() + TRY_SECONDS_MAX
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._end.is_set():
             try:
                 answer = httpx.put(
                     url,
@@ -193,6 +198,8 @@ class Promises:
                     return True
             except httpx.HTTPError:
                 pass
+            if self._end.is_set():
+                return False
             if time.monotonic() > deadline:
                 raise TimeoutError(f"DELETE {url}: no answer in {TRY_SECONDS_MAX:.0f} s")
             time.sleep(draw.uniform(0.1, 0.6))
