@@ -129,8 +129,8 @@ class HeldNames:
         Raises: BadInput.
         """
         ends = requested_at + HELD_SECONDS
-        rows = carried.rows(table)
-        if len(rows.keys) and (owners_of_keys(table, rows.keys, len(self._grants)) != shard).any():
+        rows = carried.rows(table) if carried.ordinals or carried.keys else None
+        if rows is not None and (owners_of_keys(table, rows.keys, len(self._grants)) != shard).any():
             raise BadInput(f"carried: names of other shards than {shard} of {len(self._grants)}")
         with self._lock:
             if carried.grant == self._grants[shard]:
@@ -139,5 +139,5 @@ class HeldNames:
                 for held in self._tables.values() if self._grants[shard] else ():
                     held.clear()
                 self._grants[shard], self._ends[shard] = carried.grant, ends
-            if len(rows.keys):
+            if rows is not None:
                 self._tables[table].add(shard, rows)

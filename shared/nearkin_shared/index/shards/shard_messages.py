@@ -80,6 +80,8 @@ class Carried(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """Raise BadInput where lengths disagree."""
+        if not (self.containers or self.counts or self.ordinals or self.keys):
+            return
         if len(self.containers) != 2 * len(self.counts) or len(self.keys) > CARRIED_BYTES_MAX:
             raise BadInput(f"carried: {len(self.containers)} bytes of containers, {len(self.keys)} of names")
         if int(numbers_of(self.counts).sum(dtype=np.uint64)) != len(numbers_of(self.ordinals)):
