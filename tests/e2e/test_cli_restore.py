@@ -252,6 +252,20 @@ def test_restore_reports_a_refused_folder_once(tmp_path: Path, refused: str) -> 
     assert (target / "sound" / "2").exists() == (refused != "")
 
 
+def test_dry_run_verbose_lists_new_replaced_and_kept(store: Path, tmp_path: Path, call: InProcess) -> None:
+    """Each entry is listed as the restore treats it, with its size and its path in the tree."""
+    target = tmp_path / "target"
+    words = ("--store", store, "restore", "home", "-o", target, "--overwrite", "if-changed")
+    assert call(*words).returncode == 0
+    (target / "a.txt").write_bytes(b"other")
+    (target / "etc" / "link").unlink()
+    lines = call(*words, "--dry-run", "--verbose").stdout.decode().splitlines()
+    listed = {line.split()[-1]: line.split()[0] for line in lines if not line.startswith(("would", "of those"))}
+    assert listed == {"a.txt": "replaced", "etc/fstab": "kept", "etc/link": "new"}
+    assert len(lines) == len(call(*words, "--dry-run").stdout.splitlines()) + len(listed)
+    assert not (target / "etc" / "link").is_symlink()
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
 @pytest.mark.parametrize("case", ["own", "missing", "unreadable"])
 def test_dry_run_of_targets_ends_as_the_restore(store: Path, tmp_path: Path, case: str) -> None:

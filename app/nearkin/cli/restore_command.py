@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nearkin.store_copy import AnyStore
     from nearkin.trees.exclusions import PathPatterns
     from nearkin.trees.restore_counts import RestoreCounts, RestoreOptions, RestoreProblem
-    from nearkin.trees.restore_plan import PlannedRestore
+    from nearkin.trees.restore_plan import PlannedAction, PlannedRestore
     from nearkin.trees.target_deletion import DeletionCounts
     from nearkin.trees.unmatched_patterns import PatternSource
     from nearkin_shared.formats.tree_entry_group import TreeEntry
@@ -52,7 +52,9 @@ POLICIES = ("always", "if-changed", "never")
 @click.option("-i", "--include", metavar="PATTERN", multiple=True, help="Restore only what matches; repeatable.")
 @click.option("-e", "--exclude", metavar="PATTERN", multiple=True, help="Leave out what matches; repeatable.")
 @click.option("-n", "--dry-run", is_flag=True, help="Report what would be written and deleted; change nothing.")
-@click.option("-v", "--verbose", is_flag=True, help="List what is deleted, and what --delete keeps.")
+@click.option(
+    "-v", "--verbose", is_flag=True, help="List what is deleted or kept by --delete; with --dry-run all entries."
+)
 @shared_options
 def restore(
     location: str,
@@ -106,10 +108,13 @@ def restore(
         accepts = _accepting(*patterns) if include or exclude else None
         options = RestoreOptions(Overwrite(overwrite), delete, delete_excluded, accepts)
         if flags["dry_run"]:
+            from nearkin.trees.restore_plan import PlannedRestore, plan_restore
             from nearkin.trees.target_deletion import identities
 
             protected = identities(store.own_folders)
-            return _plan(session, found, tree, output, options, protected, patterns)
+            planned = PlannedRestore(on_entry=_print_entry if flags["verbose"] and not session.as_json else None)
+            plan_restore(tree, found.path or b"", output, options, planned, protected=protected)
+            return _report_plan(session, found, output, planned, _unmatched(patterns))
         started = time.perf_counter()
         with _progress(tree, found.path or b"", options, shown=not session.as_json) as counts:
             store.restore(
@@ -198,23 +203,27 @@ def _progress(tree: TreeReader, path: bytes, options: RestoreOptions, *, shown: 
         yield counts
 
 
-def _plan(
+def _print_entry(action: PlannedAction, entry: TreeEntry) -> None:
+    from nearkin.cli.output import print_line
+    from nearkin.cli.tree_output import show_path
+    from nearkin_shared.savings_table import human_bytes
+
+    print_line(f"{action:<9}  {human_bytes(entry.content_bytes):>9}  {show_path(entry.path)}")
+
+
+def _report_plan(
     session: Session,
     found: ResolvedLocation,
-    tree: TreeReader,
     target: Path,
-    options: RestoreOptions,
-    protected: frozenset[tuple[int, int]],
-    patterns: Sequence[PathPatterns | None],
+    counts: PlannedRestore,
+    unmatched: Sequence[PatternSource],
 ) -> int:
     """Print what a restore would do; return the exit code that it would have."""
     from nearkin.cli.exit_codes import ExitCode
     from nearkin.cli.output import print_json, print_line, warn
     from nearkin.cli.tree_output import patterns_json
-    from nearkin.trees.restore_plan import PlannedRestore, plan_restore
 
-    counts = plan_restore(tree, found.path or b"", target, options, PlannedRestore(), protected=protected)
-    code, unmatched = ExitCode.INCOMPLETE if counts.failed else ExitCode.DONE, _unmatched(patterns)
+    code = ExitCode.INCOMPLETE if counts.failed else ExitCode.DONE
     if session.as_json:
         fields = {**_location_json(found, target), **_planned_json(counts)}
         print_json({"dry_run": True, **fields, "unmatched_patterns": patterns_json(unmatched)})

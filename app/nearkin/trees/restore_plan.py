@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from nearkin.trees.refused_folders import FolderRefusal
 from nearkin.trees.restore_counts import (
@@ -33,6 +34,9 @@ from nearkin_shared.reading.tree_reader import TreeReader
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+PlannedAction = Literal["new", "replaced", "kept"]
+
+
 @dataclass(slots=True)
 class PlannedRestore(FailureCounts):
     """The counts that a restore would have; failures are what the target refuses."""
@@ -49,11 +53,18 @@ class PlannedRestore(FailureCounts):
     """Entries of restored folders that `--delete` would delete, or keep."""
     bytes: int = 0
     """Content that would be written."""
+    on_entry: Callable[[PlannedAction, TreeEntry], None] | None = None
+    """Called for each entry that would be written or kept, except existing folders."""
 
     @property
     def deleted(self) -> int:
         """Entries that would be deleted; one for a folder with its content."""
         return self.deletion.deleted
+
+    def report(self, action: PlannedAction, entry: TreeEntry) -> None:
+        """Report what a restore would do with an entry."""
+        if self.on_entry is not None:
+            self.on_entry(action, entry)
 
 
 def plan_restore(
@@ -175,6 +186,9 @@ class _Planner:
             return
         elif exists is not None:
             self._counts.replaced += 1
+            self._counts.report("replaced", entry)
+        else:
+            self._counts.report("new", entry)
         self._counts.folders += 1
 
     def _add_other(self, entry: TreeEntry, place: bytes, exists: os.stat_result | None) -> None:
@@ -182,6 +196,7 @@ class _Planner:
         if exists is not None:
             if _is_kept(entry, exists, self._options.overwrite):
                 counts.kept_files += 1
+                counts.report("kept", entry)
                 return
             if stat.S_ISDIR(exists.st_mode):
                 reason = _refusal(entry, place, self.deletion) if self._options.delete else HAS_FOLDER
@@ -191,6 +206,7 @@ class _Planner:
         if self._is_refused(self._access.writing(self._relative(entry.folder)), entry):
             return
         counts.replaced += exists is not None
+        counts.report("new" if exists is None else "replaced", entry)
         if entry.kind == EntryKind.FILE:
             counts.files += 1
             counts.bytes += entry.content_bytes
