@@ -120,6 +120,20 @@ def test_batch_behind_a_left_out_blob_waits(log: CommitterLog, monkeypatch: pyte
     assert origins_of(log, "a")[1:] == [1, 7, 9]
 
 
+def test_batch_behind_a_late_one_waits(log: CommitterLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that is withdrawn and committed again comes before the next batch's version of its key."""
+    answers = ["its container is pending delete", None]
+    monkeypatch.setattr(log.handler._lanes["t"].collected, "find_dangling", lambda _: answers.pop(0))
+    long_ago = (time.time_ns() // 1_000_000 - 20 * 3600 * 1000).to_bytes(6, "big") + bytes(10)
+    add_batch(log, "ab", long_ago)
+    add_batch(log, "a", SECOND, 7)
+    assert log.read() == {"a": "committed", "b": "committed"}
+    events = [event for event in log.outbox.events if event["key"] == "a"]
+    assert [event["origin"] for event in events] == [blob_of(1).hex(), blob_of(7).hex()]
+    assert events[0]["version"] < events[1]["version"]
+    assert not answers, "both versions of the late batch were checked"
+
+
 @pytest.mark.parametrize("error", [RuntimeError("surprise"), StoreUnavailable("away for a moment")])
 def test_batch_behind_a_failed_one_waits(log: CommitterLog, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """An error is met by further attempts, before the next batch is tried."""

@@ -5,7 +5,7 @@
     committer               |1|   |2|   |3|       index, events, offsets
 
 Invariant (I2): the versions of a key are created in the order in which its batches were begun. A batch behind one of
-which a blob was left out is created only when that blob is committed.
+which a blob was left out, or may be withdrawn, is created only when that blob is committed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class BatchVersions:
     contents: Sequence[VersionContent]
     versions: list[CommittedVersion | None]
     """None: to be committed by itself."""
+    is_late: bool
+    """Whether the manifests became durable so late that chunks may have been collected."""
 
 
 Result = Future[BatchVersions | None]
@@ -66,8 +68,10 @@ class BegunBatch:
 class BegunBatches:
     """The batches in work, in their order. Called from one thread; has a thread of its own."""
 
-    def __init__(self, batches: BatchCommits) -> None:
+    def __init__(self, batches: BatchCommits, is_late: Callable[[TenantContext, BatchEnd], bool]) -> None:
+        """`is_late`: whether versions of a batch that became durable now are to be checked again."""
         self._batches = batches
+        self._is_late = is_late
         self._thread = ThreadPoolExecutor(1, "nearkin-batch")
         self._begun: deque[BegunBatch] = deque()
 
@@ -121,12 +125,13 @@ class BegunBatches:
         if after is not None and not _is_whole(after):
             return None
         ends, contents = ends_of(batch), split_content(blob, batch)
-        return BatchVersions(ends, contents, self._batches.commit(lane, ends, contents))
+        versions = self._batches.commit(lane, ends, contents)
+        return BatchVersions(ends, contents, versions, self._is_late(lane, batch))
 
 
 def _is_whole(result: Result) -> bool:
-    """Return whether each blob of an ended batch has its version."""
+    """Return whether each blob of an ended batch has a version that stays."""
     if result.cancelled() or result.exception() is not None:
         return False
     found = result.result()
-    return found is not None and None not in found.versions
+    return found is not None and not found.is_late and None not in found.versions

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from nearkin_committer.batch_commit import BatchCommits, CommittedVersion, ends_of
-from nearkin_committer.begun_batches import BegunBatch, BegunBatches
+from nearkin_committer.begun_batches import BatchVersions, BegunBatch, BegunBatches
 from nearkin_committer.committed_events import CommittedEvents
 from nearkin_committer.late_versions import durable_us, take_back
 from nearkin_committer.open_blob import BlobName, OpenBlob, lacks_bytes
@@ -104,7 +104,7 @@ class CommitterHandler:
         self._heads = VersionHeads(manifests.objects)
         self._origins = CommittedOrigins(manifests.get, older_max=0)
         self._batches = BatchCommits(settings, manifests, self._heads, self._earlier)
-        self._begun = BegunBatches(self._batches)
+        self._begun = BegunBatches(self._batches, self._is_late)
         self._lanes = lanes
         self._outbox = Outbox(settings, f"{worker}-committed", authenticator)
         self._events = CommittedEvents(self._outbox)
@@ -364,7 +364,7 @@ class CommitterHandler:
         lane = self._lanes[batch.envelope.tenant]
         created = begun.versions()  # 1
         failpoint("batch.manifest")
-        made = self._confirmed(lane, batch, created.versions)
+        made = self._confirmed(lane, batch, created) if created.is_late else created.versions
         self._catalogue_all(lane, [version for version in made if version is not None])  # 2
         failpoint("batch.catalogued")
         for end, content, version, one in zip(created.ends, created.contents, made, batch.blobs, strict=True):
@@ -375,18 +375,15 @@ class CommitterHandler:
             self._events.send_committed(end, version.manifest, ledger, one.traceparent)  # 3
         failpoint("batch.sent")
 
-    def _confirmed(
-        self, lane: TenantContext, batch: BatchEnd, made: list[CommittedVersion | None]
-    ) -> list[CommittedVersion | None]:
-        """Return the versions that stay; the others are withdrawn as `_confirm` does.
+    def _is_late(self, lane: TenantContext, batch: BatchEnd) -> bool:
+        """Return whether versions of a batch that are durable now are to be confirmed."""
+        return not self._in_time(lane, _took_us(batch))
 
-        Their locations were valid when the batch was begun, which its id states.
-        """
-        took_us = time.time_ns() // 1000 - int.from_bytes(batch.envelope.blob[:6], "big") * 1000
-        if self._in_time(lane, took_us):
-            return made
+    def _confirmed(self, lane: TenantContext, batch: BatchEnd, created: BatchVersions) -> list[CommittedVersion | None]:
+        """Return the versions of a late batch that stay; `_confirm` withdraws the others."""
+        took_us = _took_us(batch)
         stay: list[CommittedVersion | None] = []
-        for version in made:
+        for version in created.versions:
             try:
                 if version is not None:
                     self._confirm(lane, version.manifest, took_us)
@@ -576,6 +573,11 @@ class CommitterHandler:
         except PermanentError as err:
             _log.warning("blob %s: versions of its key not readable: %s", end.envelope.blob.hex(), err)
             return None
+
+
+def _took_us(batch: BatchEnd) -> int:
+    """Return the time since a batch was begun, by its id: its locations were valid then."""
+    return time.time_ns() // 1000 - int.from_bytes(batch.envelope.blob[:6], "big") * 1000
 
 
 def _name(partition: int, envelope: Envelope) -> BlobName:
