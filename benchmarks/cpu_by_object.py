@@ -37,9 +37,12 @@ KERNELS = (
     *("_chunking.", "_estimate.", "_features.", "_fingerprint.", "_gather.", "_nametable.", "_xdelta3."),
     *("_zstd.", "blake3."),
 )
-_PROCESS_CLOCK = 2
-"""Linux: the clock of process p is ~p * 8 + 2, as `clock_getcpuclockid` returns it."""
 SYSTEM = ("[", "libc.", "ld-linux", "libm.", "libstdc", "libgcc")
+
+
+def cpu_clock(pid: int) -> int:
+    """Return the clock of a process's CPU time, as clock_getcpuclockid(3): nanoseconds, ended threads included."""
+    return ~pid << 3 | 2
 
 
 def class_of(shared_object: str) -> str:
@@ -75,7 +78,7 @@ class Timed:
         self.seconds = {name: after - self._before[name] for name, after in self._clocks().items()}
 
     def _clocks(self) -> dict[str, float]:
-        return {name: time.clock_gettime(~pid << 3 | _PROCESS_CLOCK) for name, pid in self.pids.items()}
+        return {name: time.clock_gettime(cpu_clock(pid)) for name, pid in self.pids.items()}
 
 
 class Sampled(Timed):

@@ -31,6 +31,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.cpu_by_object import cpu_clock
 from benchmarks.redis_index import CHUNKS_A_CONTAINER, DOMAIN, claims_of, look_up
 from nearkin_index.shard_index import ShardIndex
 from nearkin_index.shard_server import ShardOptions, ShardServer, ShardStore
@@ -92,7 +93,7 @@ class Group:
 
     def __init__(self, connect: Callable[[], CountedIndex], pids: Sequence[int]) -> None:
         self.connect = connect
-        self._clocks = [(~pid << 3) | 2 for pid in pids]  # clock_getcpuclockid(3): nanoseconds, ended threads included
+        self._clocks = list(map(cpu_clock, pids))
 
     def cpu_seconds(self) -> list[float]:
         """Return the processor time of each shard, then that of the client."""
