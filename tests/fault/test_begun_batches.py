@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,27 +13,13 @@ from nearkin_shared.errors import StoreUnavailable
 from nearkin_shared.formats.blob_table import blob_id
 from tests.fault.test_committer_batches import add_batch, origins_of
 from tests.support.checks.waiting import until
-from tests.support.fakes.committer_log import CommitterLog, blob_of, committer_log
-from tests.support.servers.redis_server import RedisServer
+from tests.support.fakes.committer_log import CommitterLog, blob_of
 
 FIRST, SECOND, THIRD = ((time.time_ns() // 1_000_000).to_bytes(6, "big") + bytes([n]) * 10 for n in range(3))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as started:
-        yield started
-
-
-@pytest.fixture
-def log(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommitterLog]:
-    with committer_log(server, tmp_path, monkeypatch) as made:
-        yield made
-        made.handler._begun.close()
-
-
 def on_event(log: CommitterLog, monkeypatch: pytest.MonkeyPatch, look: Any) -> None:
-    """Call `look` with the key of each event before it is sent."""
+    """Call `look` with the key of each event that the committer sends."""
     send = log.outbox.send
 
     def looked(name: str, key: bytes, value: bytes, headers: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,20 +26,8 @@ from nearkin_shared.results import Ledger
 from nearkin_shared.storage.heads import VersionHeads
 from nearkin_shared.storage.manifests import ManifestStore, key_digest, object_name
 from nearkin_shared.storage.pending_deletes import PendingDeleteStore
-from tests.support.fakes.committer_log import BEGAN_US, SEGMENT_BYTES, CommitterLog, committer_log, envelope, start_of
+from tests.support.fakes.committer_log import BEGAN_US, SEGMENT_BYTES, CommitterLog, envelope, start_of
 from tests.support.servers.redis_server import RedisServer
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as started:
-        yield started
-
-
-@pytest.fixture
-def log(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommitterLog]:
-    with committer_log(server, tmp_path, monkeypatch) as made:
-        yield made
 
 
 def advance_clock(log: CommitterLog, seconds: float) -> None:
@@ -81,11 +68,11 @@ def test_offset_with_copy_in_another_partition_advances(log: CommitterLog) -> No
 
 
 def test_version_refused_by_the_index_is_reported_committed(
-    log: CommitterLog, server: RedisServer, caplog: pytest.LogCaptureFixture
+    log: CommitterLog, committer_redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A version that the index refuses permanently is still reported as committed."""
     _, versions = log.index._home(log.index.epochs.current, "t")
-    with redis_client.Redis.from_url(server.url) as client:
+    with redis_client.Redis.from_url(committer_redis.url) as client:
         client.set(versions, b"not a sorted set")
     log.add_segments(1, 0)
     log.add_end(1, 1)

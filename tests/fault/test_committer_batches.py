@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,7 @@ from nearkin_shared.formats.blob_table import BatchedBlob, blob_id
 from nearkin_shared.formats.manifest import Manifest
 from nearkin_shared.formats.message import BatchEnd, End, Envelope, Placed, decode, encode
 from nearkin_shared.results import Ledger
-from tests.support.fakes.committer_log import BEGAN_US, SEGMENT_BYTES, CommitterLog, blob_of, committer_log
-from tests.support.servers.redis_server import RedisServer
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as started:
-        yield started
-
-
-@pytest.fixture
-def log(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommitterLog]:
-    with committer_log(server, tmp_path, monkeypatch) as made:
-        yield made
-
+from tests.support.fakes.committer_log import BEGAN_US, SEGMENT_BYTES, CommitterLog, blob_of
 
 BATCH = (time.time_ns() // 1_000_000).to_bytes(6, "big") + bytes(10)
 

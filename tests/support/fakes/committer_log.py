@@ -137,4 +137,5 @@ def committer_log(server: RedisServer, folder: Path, monkeypatch: pytest.MonkeyP
     }
     made = CommitterLog(with_changes(Settings(), changes))
     yield made
+    made.handler._begun.close()
     made.index.close()
