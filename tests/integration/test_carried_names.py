@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -27,6 +27,8 @@ from tests.support.servers.index_shards import STORE_ID, TOKEN, ShelvedShards, s
 CONTAINERS, CHUNKS = 24, 96
 SECONDS = 3.0
 """Life of a grant here: longer than a test looks, also on a busy machine."""
+Filled = tuple[ShelvedShards, ShardedIndex, list[ContainerEntries]]
+"""Shards with containers in memory, a client that holds no names, and the containers."""
 
 
 @pytest.fixture
@@ -53,6 +55,16 @@ def names_of(one: ContainerEntries) -> U8:
 def client(index: ShelvedShards) -> ShardedIndex:
     """Return a client that holds no names."""
     return ShardedIndex(index.urls, STORE_ID, samples.DOMAIN, TOKEN, retries=1)
+
+
+@contextmanager
+def filled(folder: Path, count: int, published: list[ContainerEntries] | None = None) -> Iterator[Filled]:
+    """Run `count` shards that have looked up all names of the containers, by default those of `entries`."""
+    published = entries() if published is None else published
+    with shards(folder, count) as index, closing(client(index)) as reader:
+        index.publish_many(published)
+        index.locate_chunks(np.concatenate([names_of(one) for one in published]))
+        yield index, reader, published
 
 
 def requests_of(index: ShardedIndex, names: U8) -> int:
@@ -91,10 +103,7 @@ def test_next_names_of_a_stream_need_no_request(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("long_grants")
 def test_withdrawn_name_is_found_by_no_client(tmp_path: Path) -> None:
     """Once `withdraw` has returned, not even by one that held it, and asks the shards for other names."""
-    with shards(tmp_path, 2) as index, closing(client(index)) as reader:
-        published = entries()
-        index.publish_many(published)
-        index.locate_chunks(np.concatenate([names_of(one) for one in published]))
+    with filled(tmp_path, 2) as (index, reader, published):
         requests_of(reader, names_of(published[0]))
         lost, kept = names_of(published[3]), names_of(published[4])
         assert requests_of(reader, lost) == requests_of(reader, kept) == 0, "they are not held"
@@ -111,11 +120,8 @@ def test_withdrawn_name_is_found_by_no_client(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("long_grants")
 def test_client_that_reads_on_never_finds_what_is_gone(tmp_path: Path) -> None:
     """Lookups all the time, while container after container is withdrawn and deleted."""
-    with shards(tmp_path, 2) as index:
-        published = entries()
-        index.publish_many(published)
+    with filled(tmp_path, 2) as (index, _, published):
         gone, stop, failures, found = set[int](), threading.Event(), list[str](), 0
-        index.locate_chunks(np.concatenate([names_of(one) for one in published]))
 
         def look_up() -> None:
             nonlocal found
@@ -144,10 +150,7 @@ def test_client_that_reads_on_never_finds_what_is_gone(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("long_grants")
 def test_restarted_shard_waits_for_grants_of_before(tmp_path: Path) -> None:
     """It does not know which it gave: its first withdrawal lasts as long as one may."""
-    with shards(tmp_path, 1) as index, closing(client(index)) as reader:
-        published = entries()
-        index.publish_many(published)
-        index.locate_chunks(np.concatenate([names_of(one) for one in published]))
+    with filled(tmp_path, 1) as (index, reader, published):
         requests_of(reader, names_of(published[0]))
         assert requests_of(reader, names_of(published[3])) == 0
         server = index.servers[0]
@@ -160,10 +163,7 @@ def test_restarted_shard_waits_for_grants_of_before(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("long_grants")
 def test_shard_away_leaves_only_what_is_held(tmp_path: Path) -> None:
     """Held names are found while their grant lasts, other calls fail; then all fail."""
-    with shards(tmp_path, 2) as index, closing(client(index)) as reader:
-        published = entries()
-        index.publish_many(published)
-        index.locate_chunks(np.concatenate([names_of(one) for one in published]))
+    with filled(tmp_path, 2) as (index, reader, published):
         requested_at = time.monotonic()
         requests_of(reader, names_of(published[0]))
         index.servers[1].shard.calls = None
@@ -180,10 +180,7 @@ def test_shard_away_leaves_only_what_is_held(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("long_grants")
 def test_shard_of_an_earlier_release_is_asked_each_time(tmp_path: Path) -> None:
     """During an upgrade one shard carries no names: its names are asked of it, those of the other are held."""
-    with shards(tmp_path, 2) as index, closing(client(index)) as reader:
-        published = entries()
-        index.publish_many(published)
-        index.locate_chunks(np.concatenate([names_of(one) for one in published]))
+    with filled(tmp_path, 2) as (index, reader, published):
         calls = index.servers[1].shard.calls
         with mock.patch.object(calls, "_granted", return_value=b""):
             counts = [requests_of(reader, names_of(one)) for one in published]
@@ -195,11 +192,8 @@ def test_shard_of_an_earlier_release_is_asked_each_time(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("long_grants")
 def test_large_or_damaged_directory_does_not_travel(tmp_path: Path) -> None:
     """Its chunks are found as before, those of a damaged one not; containers around it are right."""
-    with shards(tmp_path, 1) as index, closing(client(index)) as reader:
-        small = entries()
-        large = claims_of(ContainerId(1 << 30), 9000, np.random.default_rng(99))
-        index.publish_many([*small, large])
-        index.locate_chunks(np.concatenate([names_of(one) for one in (*small, large)]))
+    small, large = entries(), claims_of(ContainerId(1 << 30), 9000, np.random.default_rng(99))
+    with filled(tmp_path, 1, [*small, large]) as (index, reader, _):
         assert [requests_of(reader, names_of(large)) for _ in range(2)] == [1, 1]
         damaged = int(small[5].directory.container)
         del index.shelf.stored[damaged]
